@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from torch import nn
 
 from mlx_runtime.companions.ui.structure import describe
@@ -106,7 +105,7 @@ def edit(text: str, schema: str, action: str, key: str, arguments: Sequence[Any]
             _choose(node, path, _offers(places[key], node), key)
             edited = yaml_text(tree)
         case "add", int(index), path if 0 <= index <= count:
-            block = CommentedMap()
+            block = quote_strings({})
             _choose(block, path, _offers(_block_hint(object_at(node["_target_"])), None), key)
             edited = _splice(text, tree, node, index, index, [block])
         case "remove", int(index) if 0 <= index < count:
@@ -310,10 +309,11 @@ def _set(node: Any, key: str, name: str, typed: str) -> None:
         return
     comments, slot = comments_behind(node, name) if name in node else ([None], 0)
     below, comments[slot] = comments[slot], None
-    if isinstance(value, list):  # in one line
-        value = CommentedSeq(quote_strings(value))
-        value.fa.set_flow_style()
     node[name] = quote_strings(value)
+    if isinstance(value, list):
+        node[name] = commented_map("list: []", CONF)["list"]
+        node[name].extend(quote_strings(value))
+        node[name].fa.set_flow_style()  # in one line
     comments = node.ca.items.setdefault(name, [None] * 4)
     comments[2:] = below or comments[2], None
 
