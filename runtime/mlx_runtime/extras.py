@@ -16,6 +16,7 @@ EXTRAS = {
     "onnxscript": "export",
     "optuna": "sweeps",
     "orjson": "serving",
+    "marimo": "ui",
     "mlflow": "mlflow",
     "numpy": "train",
     "plotly": "views",

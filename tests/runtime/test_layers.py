@@ -64,6 +64,7 @@ ON_OTHERS = {
     ("sweeps", "views"),
     ("slurm", "jobs"),
     ("torchrun", "prepared"),
+    ("ui", "fragments"),
     ("views", "sweeps"),
 }
 """The companions that use another one, as in docs/architecture.md."""
@@ -86,6 +87,7 @@ HOMES = {
     "hydra": {"config.composition"},
     "jax": {"companions.notebook.backends"},
     "jinja2": {"companions.views.report"},
+    "marimo": {"companions.ui.drawing"},
     "mlflow": {"companions.services.mlflow"},
     "onnxruntime": {"companions.serving.exports.proof"},
     "omegaconf": {"config", "storage.documents"},

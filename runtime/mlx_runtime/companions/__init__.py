@@ -50,6 +50,8 @@ COMPANIONS = {
     "sweeps": Companion(("train sweep",)),
     "torchrun": Companion(("train join",)),
     "views": Companion(("xp compare", "xp diff", "xp report")),
+    "ui": Companion(("train draw",)),
+    "views": Companion(("xp diff", "xp report")),
 }
 """Companions by the name of their folder."""
 

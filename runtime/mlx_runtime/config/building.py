@@ -22,6 +22,9 @@ DUMMY_PARAMS: list[Any]
 
 _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)
 
+observer: ContextVar[Callable[[str, Any], object]] = ContextVar("observer", default=lambda key, made: None)
+"""Called with the key of each node and the object that was built from it."""
+
 Context = Callable[[str], contextlib.AbstractContextManager[None]]
 """Returns the context manager for the construction of a dataset, given its name in the group."""
 
@@ -123,10 +126,12 @@ def _build(node: Any, key: str, callee: Callable[[Any], Any], objects: Mapping[s
     if node.get("_partial_"):
         return callee(functools.partial)(target, *args, **kwargs)
     try:
-        return callee(target)(*args, **kwargs)
+        made = callee(target)(*args, **kwargs)
     except USER_ERRORS as error:
         why = f"{type(error).__name__}: {full_message(error)}"
         raise ConfigError(f"{key}: {node['_target_']} cannot be built: {why}") from error
+    observer.get()(key, made)
+    return made
 
 
 def build_cfg(node: Tree, base: type) -> Any:

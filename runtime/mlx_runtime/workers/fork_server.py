@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any, NoReturn, cast
 
 from mlx_runtime.errors import USER_ERRORS, MlxError
-from mlx_runtime.importing import many_imports
+from mlx_runtime.importing import add_to_path, many_imports
 from mlx_runtime.settings import FORKABLE, Settings, environment
 from mlx_runtime.workers.stop_requests import DRIVER_SIGNALS, held_signals
 
@@ -81,15 +81,16 @@ class ForkServer:
 
     Args:
         fresh: Start the server as a new interpreter, even if this process could fork it.
+        folder: Its working directory, from which it imports first. None: as this process.
     """
 
-    def __init__(self, *, fresh: bool = False) -> None:
+    def __init__(self, *, fresh: bool = False, folder: Path | None = None) -> None:
         forked = not (fresh or Settings.read().spawn or unsafe_to_fork())
         context = multiprocessing.get_context("fork" if forked else "spawn")
         if forked:
             gc.freeze()  # so that workers share the memory of imported modules
         self._control, servers_end = context.Pipe()
-        arguments = (servers_end, self._control if forked else None)
+        arguments = (servers_end, self._control if forked else None, folder)
         self._process: Any = cast(Any, context).Process(target=serve, args=arguments, name="fork server")
         if not forked:  # otherwise it starts during `start`, and unblocks signals
             resource_tracker.ensure_running()
@@ -181,10 +182,13 @@ def _another_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None") -> None:
+def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None", folder: Path | None) -> None:
     """Run the server until the driver closes its end of `control`, which a fork has inherited."""
     if drivers_end is not None:
         drivers_end.close()  # otherwise the server would not notice when the driver closes it
+    if folder is not None:
+        os.chdir(folder)
+        add_to_path(folder)
     leave_the_terminal()
     forks = sys.platform == "linux" and not Settings.read().spawn
     context = multiprocessing.get_context("fork" if forks else "spawn")

@@ -1,6 +1,7 @@
 """The first call of a model by the loop of an experiment, with rows from its own loaders."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from mlx_runtime.companions.fragments.tracing import available_bytes
 from mlx_runtime.companions.sharding.building import build_models
 from mlx_runtime.config.building import build, without_weights
 from mlx_runtime.data.definitions import stream_names
+from mlx_runtime.data.loaders import Loader
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import USER_ERRORS, UsageError, suggest
@@ -93,24 +95,10 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None, d
         UsageError: there is no such model, or the loop does not call it.
         ConfigError, WorkerLoopError: an object cannot be built, or the loop fails.
     """
-    cfg, tree = config.cfg, config.tree
-    if streams := stream_names(tree):
-        raise UsageError(f"datasets.{streams[0]} is a stream of Ray Data, which this command does not read")
-    on_meta = _is_large(tree, device)
-    topology = Topology(0, 1, torch.device("meta") if on_meta else device)
-    calls: list[Call] = []
-    here = Cluster("", 1, 0, in_driver=True, reads_streams=True)  # Ray is not refused
-    run = RunInfo(cfg.name, "none", Path(), "", tree, 0)
-    target, project = f"{experiment.__module__}.{experiment.__qualname__}", Path.cwd()
-    job = Job(target, tree, run, str(project), project, here, False, {}, {}, (("", 0), b""), evaluate=False)
-    enter_ray_train(job)
-    strategy = _Opened(cfg, topology)
-    with topology.entered(), without_weights(), loop_errors(0, project):
-        groups, made = build_experiment(job, topology, cfg, strategy)
+    cfg, on_meta, calls = config.cfg, is_large(config.tree, device), list[Call]()
+    with built(experiment, config, device, on_meta=on_meta) as (groups, run_loop):
         models = members(groups.get("models"), nn.Module)
         name = _chosen(models, name)
-        for model in models.values() if on_meta else ():
-            model.to = lambda *_, model=model, **__: model  # there are no values to move
         prepare_models([models[name]], SimpleNamespace(precision=cfg.precision, compile=False), device)
         optimizers = list(members(groups.get("optimizers"), Optimizer).values())
 
@@ -121,17 +109,60 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None, d
 
         hook = models[name].register_forward_pre_hook(before_forward, with_kwargs=True)
         try:
-            attach(made, _NoSession())  # type: ignore[arg-type]
-            read_here = replace(cfg, loader="auto")  # without processes
-            made.worker_loop(dataset_shards(read_here, groups["datasets"], job, strategy, lambda loader: loader))
-        except LoopStopped:
-            return calls[0]
+            run_loop()
         finally:
             hook.remove()
-    raise UsageError(f"worker_loop of {experiment.__name__} does not call models.{name} with gradients")
+    if not calls:
+        raise UsageError(f"worker_loop of {experiment.__name__} does not call models.{name} with gradients")
+    return calls[0]
 
 
-def _is_large(tree: dict[str, Any], device: torch.device) -> bool:
+@contextlib.contextmanager
+def built(
+    experiment: type[BaseModule],
+    config: RunConfig,
+    device: torch.device,
+    *,
+    on_meta: bool,
+    follow: Callable[[Loader], Loader] = lambda loader: loader,
+) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
+    """Provide the groups of an experiment within the block, and a function that runs its loop, without a run.
+
+    The loop runs to its end, or until a hook raises `LoopStopped`. Nothing is trained or stored, and pretrained weights
+    are not downloaded.
+
+    Args:
+        experiment: class of the experiment.
+        config: its config.
+        device: on which it runs.
+        on_meta: build models without memory; batches have none either.
+        follow: called with each new loader, and returns the one that the loop uses.
+    """
+    cfg, tree = config.cfg, config.tree
+    topology = Topology(0, 1, torch.device("meta") if on_meta else device)
+    here = Cluster("", 1, 0, in_driver=True, reads_streams=True)  # Ray is not refused
+    run = RunInfo(cfg.name, "none", Path(), "", tree, 0)
+    target, project = f"{experiment.__module__}.{experiment.__qualname__}", Path.cwd()
+    job = Job(target, tree, run, str(project), project, here, False, {}, {}, (("", 0), b""), evaluate=False)
+    enter_ray_train(job)
+    strategy = _Opened(cfg, topology)
+
+    def run_loop() -> None:
+        if streams := stream_names(tree):
+            raise UsageError(f"datasets.{streams[0]} is a stream of Ray Data, which this command does not read")
+        read_here = replace(cfg, loader="auto")  # without processes
+        with loop_errors(0, project), contextlib.suppress(LoopStopped):
+            attach(made, _NoSession())  # type: ignore[arg-type]
+            made.worker_loop(dataset_shards(read_here, groups.get("datasets"), job, strategy, follow))
+
+    with topology.entered(), without_weights(), loop_errors(0, project):
+        groups, made = build_experiment(job, topology, cfg, strategy)
+        for model in members(groups.get("models"), nn.Module).values() if on_meta else ():
+            model.to = lambda *_, model=model, **__: model  # there are no values to move
+        yield groups, run_loop
+
+
+def is_large(tree: dict[str, Any], device: torch.device) -> bool:
     """Return True if the weights and gradients would take much of the free memory."""
     try:
         with without_weights(), torch.device("meta"):

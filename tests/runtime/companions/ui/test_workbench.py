@@ -1,0 +1,157 @@
+"""Code of a project runs in processes of its own, which can neither stop nor change the one that calls it."""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from faults import wait_for
+
+from mlx_runtime.companions.ui import workbench
+from mlx_runtime.companions.ui.workbench import NoAnswerError, Workbench
+from mlx_runtime.errors import MlxError
+
+pytestmark = pytest.mark.process
+
+CODE = """
+import os, pathlib, sys, time
+
+IMPORTED_IN, TOKEN = os.getcwd(), os.environ.get("MLX_UI_TOKEN")
+
+class Endless:
+    def __init__(self):
+        time.sleep(1000)
+
+def size(rows):
+    return {"size": len(rows), "nan": float("nan"), "places": [os.getcwd(), IMPORTED_IN, TOKEN], "pid": os.getpid()}
+
+def hang():
+    Endless()
+
+def wait(begun, end):
+    pathlib.Path(begun).touch()
+    while not os.path.exists(end):
+        time.sleep(0.01)
+    return "done"
+
+def leave():
+    os._exit(7)
+
+def kill():
+    os.kill(os.getpid(), 9)
+
+def shout():
+    for _ in range(200):
+        print("x" * 10_000)
+        print("x" * 10_000, file=sys.stderr)
+    return "done"
+
+def fail():
+    raise ValueError("a bad\\n\\x1b[31mvalue")
+
+def quit():
+    sys.exit(0)
+
+def interrupt():
+    raise KeyboardInterrupt
+
+def no_data():
+    return Endless
+"""
+
+
+HANGS = """
+import os, time
+open({begun!r}, "w")
+while not os.path.exists({end!r}):
+    time.sleep(0.01)
+os._exit(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "src").mkdir()
+    (folder / "src" / "__init__.py").touch()
+    (folder / "src" / "experiment.py").write_text("import src.work\n")
+    (folder / "src" / "work.py").write_text(CODE)
+    return folder
+
+
+def test_a_call_runs_in_the_project_and_in_no_other_process(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_UI_TOKEN", "secret")
+    bench, path = Workbench(project), [*sys.path]
+    first, second = (bench.call("src.work:size", ["a", {"b": 1}]) for _ in range(2))
+    assert first["size"] == 2
+    assert first["nan"] != first["nan"]
+    assert first["places"] == [str(project), str(project), None]
+    assert len({first["pid"], second["pid"], os.getpid()}) == 3
+    assert sys.path == path
+    assert not {"src", "src.work"} & set(sys.modules)
+    assert bench.call("src.work:shout") == "done"
+    assert bench.call("src.work:size", ["x" * 100] * 100_000)["size"] == 100_000
+    with pytest.raises(MlxError, match="has no attribute 'missing'"):  # it fails before it needs its arguments
+        bench.call("src.work:missing", "x" * 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        ("src.work:leave", "src.work:leave returned nothing: its process ended"),
+        ("src.work:kill", "src.work:kill returned nothing: its process ended"),
+        ("src.work:fail", "ValueError: a bad (work.py:35)"),
+        ("src.work:quit", "SystemExit: 0 (work.py:38)"),
+        ("src.work:interrupt", "KeyboardInterrupt: KeyboardInterrupt (work.py:41)"),
+        ("src.work:no_data", "TypeError: Object of type type is not JSON serializable"),
+        ("src.work:missing", "AttributeError: module 'src.work' has no attribute 'missing'"),
+        ("src.missing:f", "AttributeError: module 'src' has no attribute 'missing'"),
+    ],
+)
+def test_a_call_that_fails_is_one_line(project: Path, function: str, line: str) -> None:
+    with pytest.raises(MlxError) as raised:
+        Workbench(project).call(function)
+    assert str(raised.value).startswith(line)
+    assert "\n" not in str(raised.value)
+
+
+def test_calls_in_progress_hold_nobody_else_and_outlive_a_change_of_the_code(project: Path, tmp_path: Path) -> None:
+    bench, begun, end, file = Workbench(project), tmp_path / "begun", tmp_path / "end", project / "src" / "work.py"
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(bench.call, "src.work:wait", str(begun), str(end))
+        wait_for(begun.exists)
+        with pytest.raises(NoAnswerError, match=r"src\.work:hang did not return within 1 s, and was stopped"):
+            bench.call("src.work:hang", timeout_s=1)
+        file.write_text(CODE + "def added(): return 1")
+        assert bench.call("src.work:added") == 1
+        assert not waiting.done()
+        end.touch()
+        assert waiting.result() == "done"
+
+
+def test_an_import_that_hangs_is_stopped_and_holds_no_other_project(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = tmp_path / "src" / "experiment.py"
+    hangs.parent.mkdir()
+    begun, end = tmp_path / "begun", tmp_path / "end"
+    hangs.write_text(HANGS.format(begun=str(begun), end=str(end)))
+    with ThreadPoolExecutor() as threads:
+        Workbench(project).call("src.work:size", [])
+        large = ["x" * 1000] * 1000
+        stuck = [threads.submit(Workbench(tmp_path).call, "src.experiment:f", large) for _ in range(3)]
+        wait_for(begun.exists)
+        assert Workbench(project).call("src.work:size", [])["size"] == 0
+        assert not any(call.done() for call in stuck)
+        end.touch()
+        for call in stuck:
+            with pytest.raises(MlxError, match="importing src took more than 120 s, or ended its process"):
+                call.result()
+    end.unlink()
+    monkeypatch.setattr(workbench, "START_S", 0.5)
+    with pytest.raises(MlxError, match=r"importing src took more than 0\.5 s, or ended its process"):
+        Workbench(tmp_path).call("src.experiment:f")
+    monkeypatch.undo()
+    hangs.write_text("def f(): return 1")
+    assert Workbench(tmp_path).call("src.experiment:f") == 1
