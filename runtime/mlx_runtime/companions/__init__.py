@@ -49,9 +49,8 @@ COMPANIONS = {
     "surgery": Companion(("data upgrade", "train upgrade")),
     "sweeps": Companion(("train sweep",)),
     "torchrun": Companion(("train join",)),
-    "views": Companion(("xp compare", "xp diff", "xp report")),
     "ui": Companion(("train draw",)),
-    "views": Companion(("xp diff", "xp report")),
+    "views": Companion(("xp compare", "xp diff", "xp report")),
 }
 """Companions by the name of their folder."""
 
