@@ -64,6 +64,7 @@ ON_OTHERS = {
     ("sweeps", "views"),
     ("slurm", "jobs"),
     ("torchrun", "prepared"),
+    ("ui", "views"),
     ("views", "sweeps"),
 }
 """The companions that use another one, as in docs/architecture.md."""
