@@ -48,7 +48,7 @@ COMPANIONS = {
     "stores": Companion(),
     "sweeps": Companion(("train sweep",)),
     "torchrun": Companion(("train join",)),
-    "ui": Companion(("xp tag",)),
+    "ui": Companion(("xp tag", "xp ui")),
     "views": Companion(("xp diff", "xp report")),
 }
 """Companions by the name of their folder."""

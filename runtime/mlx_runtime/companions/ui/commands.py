@@ -1,5 +1,8 @@
 """Commands of the page, and the labels of runs that it shows."""
 
+import os
+from pathlib import Path
+
 import click
 
 from mlx_runtime.cli import options
@@ -31,3 +34,32 @@ def xp_tag(name: str, run: str | None, add: tuple[str, ...], remove: tuple[str, 
         with storage_errors(f"cannot write {join_path(folder.location, records.LABELS)}"):
             storage_at(folder.location).write(to_json(labels).encode(), records.LABELS)
     say(f"{folder.title}: {', '.join(tags) or 'no tags'}{'; ' if labels.get('note') else ''}{labels.get('note') or ''}")
+
+
+@click.command("ui")
+@click.argument("storages", type=word, metavar="[STORAGE]...", nargs=-1)
+@click.option("--edit", is_flag=True, help="Edit dashboard.py, the page of this experiment, in the browser.")
+@click.option("--export", type=options.FOLDER, metavar="DIR", help="Write pages that work offline instead.")
+@click.option("--run", "runs", multiple=True, metavar="RUN", type=word, help="With --export, only this run.")
+@click.option("--host", default="127.0.0.1", show_default=True, type=word, help="Others need MLX_UI_TOKEN.")
+@click.option("--port", type=click.IntRange(0, 65535), default=2718, show_default=True, help="0 means any free port.")
+def xp_ui(
+    storages: tuple[str, ...], edit: bool, export: str | None, runs: tuple[str, ...], host: str, port: int
+) -> None:
+    """Open a page about all runs of each STORAGE, by default that of the experiment in the working directory.
+
+    The page is dashboard.py of the experiment, a marimo notebook, or the one of this package. Its URL has a token; with
+    MLX_UI_TOKEN, it is yours.
+    """
+    token = os.environ.pop("MLX_UI_TOKEN", None)  # processes that the page starts do not get it
+    from mlx_runtime.companions.ui import export as pages
+    from mlx_runtime.companions.ui import server
+    from mlx_runtime.companions.ui.tables import roots
+
+    places = roots(storages or None)
+    if export is not None:
+        say(pages.write(places, runs, Path(export)))
+        return
+    if runs:
+        raise UsageError("--run belongs to --export; choose runs in the page")
+    server.serve(places, host=host, port=port, token=token, edit=edit)

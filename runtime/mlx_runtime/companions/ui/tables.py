@@ -86,10 +86,15 @@ def runs_table(
     import pandas
 
     rows = [row for root in roots(storage) for row in list_rows(experiment, root=root, ask=ask, load=_load)]
-    empty = Row(RunFolder(Path("experiment/run")), "", {})
-    known = [name for name in empty.fields() if name not in SPREAD]
-    table = pandas.DataFrame(map_concurrently(_cells, rows))
-    return table[[*known, *(name for name in table if name not in known)]] if rows else pandas.DataFrame(columns=known)
+    return pandas.DataFrame(map_concurrently(_cells, rows)) if rows else no_runs()
+
+
+def no_runs() -> "pandas.DataFrame":
+    """Return a table of runs without rows."""
+    import pandas
+
+    row = Row(RunFolder(Path("experiment/run_000")), "", {})
+    return pandas.DataFrame(columns=[*_cells(row)])
 
 
 def roots(storage: str | Path | Iterable[str | Path] | None) -> list[str]:
@@ -184,6 +189,14 @@ def _curves(
         part = part.astype({"value": float, "time": float}).assign(place=folder.location, run=folder.title, key=key)
         part["time"] -= start
         yield part.drop_duplicates("epoch", keep="last") if x == "epoch" else part
+
+
+def metric_names(place: str) -> list[str]:
+    """Return the names of the metrics of a run; none if they cannot be read."""
+    folder = folder_of(place)
+    with contextlib.suppress(OSError, StorageError):
+        return [*METRICS.get(folder, folder.metrics.name, lambda: _read_curves(folder))[0]]
+    return []
 
 
 def _read_curves(folder: RunFolder) -> tuple[dict[str, list[Point]], float, list[str]]:

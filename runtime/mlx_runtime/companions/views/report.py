@@ -70,7 +70,7 @@ def render_run(folder: RunFolder, ask: AskJobs | None = None) -> str:
         facts=known_facts(row),
         charts=charts,
         metrics={name: format_number(value) for name, value in sorted(row.metrics.items())},
-        checkpoints=_checkpoint_table(row),
+        checkpoints=checkpoint_table(row),
         config=text(folder.document, folder.conf.name),
         log=_log(text(folder.read, logs.log_name())),
         problems=problems,
@@ -164,7 +164,7 @@ def _sweep(row: Row) -> str:
     return f"{row.sweep['name']}, trial {row.sweep['trial']}{fold}: {values}"
 
 
-def _checkpoint_table(row: Row) -> list[dict[str, str]]:
+def checkpoint_table(row: Row) -> list[dict[str, str]]:
     """Return a table of the checkpoints of a run, newest first."""
     try:
         found = list_checkpoints(row.folder.checkpoints)
@@ -240,7 +240,7 @@ def group_charts(curves: Mapping[str, Sequence[Point]], monitor: str | None) -> 
 
 def escape(text: str) -> str:
     """Escape markup that Plotly would interpret in a text: tags and `%{...}`."""
-    return html.escape(text).replace("%", "&#37;")
+    return html.escape(text, quote=False).replace("%", "&#37;")
 
 
 def thin(points: Sequence[Any], most: int = MAX_POINTS) -> Sequence[Any]:

@@ -1,0 +1,1 @@
+../runtime/mlx_runtime/companions/ui/page/dashboard.py
