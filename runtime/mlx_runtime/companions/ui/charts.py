@@ -1,8 +1,9 @@
 """Charts of runs, drawn by Plotly. It interprets tags and `%{...}` in texts, so all of them are escaped."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas
 from plotly import graph_objects
 from plotly.colors import qualitative
 
@@ -10,20 +11,17 @@ from mlx_runtime.companions.ui.elements import plain
 from mlx_runtime.companions.views.report import escape
 from mlx_runtime.runs.tables import format_number
 
-if TYPE_CHECKING:
-    import pandas
-
 COLORS = qualitative.D3
 
 
 def name(value: object) -> str:
     """Return a text for a legend or a title."""
-    return escape(format_number(value) if isinstance(value, float) else plain(value))
+    return escape(format_number(value) if isinstance(value, float) else plain(str(value)))
 
 
 def curves(
-    table: "pandas.DataFrame", *, x: str = "step", log: Sequence[str] = (), labels: Mapping[str, str] | None = None
-) -> "list[graph_objects.Figure]":
+    table: pandas.DataFrame, *, x: str = "step", log: Sequence[str] = (), labels: Mapping[str, str] | None = None
+) -> list[graph_objects.Figure]:
     """Draw a table of metrics: a figure per metric, with a line per run or group, and a band of one standard deviation.
 
     Args:

@@ -1,18 +1,17 @@
 """Elements of pages. Texts of runs are not trusted: marimo would render markup, Markdown and addresses in them."""
 
 import base64
+import functools
 import html
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import marimo
+import pandas
 
 from mlx_runtime.errors import printable
 from mlx_runtime.storage.redaction import redact
-
-if TYPE_CHECKING:
-    import pandas
 
 ADDRESS = re.compile(r"(?<=:)(?=//)|(?<=\bdata:)|(?<=\bjavascript:)|(?<=\bwww)(?=\.)|(?<=\])(?=\()|(?<=\w)(?=@)")
 """Where an invisible space keeps an address from becoming a link or an image."""
@@ -24,15 +23,16 @@ PICTURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"
 """Pictures that a page shows, by their first bytes. Others, like SVG, could contain scripts or addresses."""
 
 
-def plain(value: object) -> str:
+@functools.lru_cache(100_000)
+def plain(value: str) -> str:
     """Return a text that is shown as it is in tables and lists: in one line, without secrets, and without addresses."""
-    text = printable(redact(str(value)), one_line=True)
+    text = printable(redact(value), one_line=True)
     return ADDRESS.sub("\u200b", text if len(text) <= CELL else f"{text[: CELL - 1]}…")
 
 
-def table(rows: "pandas.DataFrame", **settings: Any) -> Any:
+def table(rows: pandas.DataFrame, **settings: Any) -> Any:
     """Return a table with search, filters and sorting, whose texts are plain."""
-    shown = rows.rename(columns={name: plain(name) for name in rows})
+    shown = rows.rename(columns={name: plain(str(name)) for name in rows})
     for name, values in shown.items():
         if values.dtype == object or values.dtype == "str":
             shown[name] = [value if isinstance(value, bool | int | float) else _cell(value) for value in values]
@@ -41,23 +41,13 @@ def table(rows: "pandas.DataFrame", **settings: Any) -> Any:
 
 
 def _cell(value: object) -> str | None:
-    return None if value is None else plain(", ".join(map(str, value)) if isinstance(value, list) else value)
+    return None if value is None else plain(", ".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 def text(content: str | None) -> Any:
     """Return a block of text, like a log."""
     safe = html.escape(printable(redact(content or "")))
     return marimo.Html(f'<pre style="max-height: 30rem; overflow: auto; white-space: pre-wrap">{safe}</pre>')
-
-
-def facts(values: Mapping[str, object]) -> Any:
-    """Return a list of names with values."""
-    rows = "".join(
-        f"<tr><th style='text-align: left; padding-right: 1em; vertical-align: top'>{html.escape(plain(name))}</th>"
-        f"<td>{html.escape(printable(redact(str(value))))}</td></tr>"
-        for name, value in values.items()
-    )
-    return marimo.Html(f"<table>{rows}</table>")
 
 
 def problems(lines: Iterable[str]) -> Any:
@@ -99,26 +89,17 @@ def choice(
     default: str | None = None,
     **settings: Any,
 ) -> Any:
-    """Return an element of `marimo.ui`, like `dropdown`, `multiselect` or `text`, whose value is kept in the URL.
+    """Return a `radio`, `dropdown`, `multiselect` or `text` of `marimo.ui`, whose value is kept in the URL.
 
     Options, or their labels, may be texts of runs. One of several is chosen by default: `default`, or the first.
     """
     given = remembered(name)
-    if options is not None:
+    if options is None:
+        settings |= {"value": "".join(given[:1])}
+    else:
         labels = options if isinstance(options, Mapping) else {option: option for option in options}
         shown = {plain(label): option for label, option in labels.items()}
         values = [label for label, option in shown.items() if option in given]
         one = next(iter([*values, *(label for label, option in shown.items() if option == default), *shown]), None)
         settings |= {"options": shown, "value": values if kind == "multiselect" else one}
-    elif kind == "switch":
-        settings |= {"value": given == ["True"]}
-    elif given and kind == "slider":
-        settings |= {"value": _number(given[0], settings)}
-    elif given:
-        settings |= {"value": given[0]}
     return getattr(marimo.ui, kind)(label=name, on_change=remember(name), **settings)
-
-
-def _number(typed: str, limits: Mapping[str, Any]) -> float:
-    number = float(typed) if re.fullmatch(r"\d+(\.\d+)?", typed) else limits["start"]
-    return float(min(max(number, limits["start"]), limits["stop"]))

@@ -5,9 +5,11 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from mlx_runtime.companions.views.report import MAX_POINTS, Point, read_curves, thin
+import numpy
+
+from mlx_runtime.companions.views.report import MAX_POINTS, read_curves, thin
 from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.extras import require
 from mlx_runtime.runs import records
@@ -16,8 +18,8 @@ from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.listing import AskJobs, Row, list_rows, map_concurrently
 from mlx_runtime.storage.files import is_uri, split_options, storage_root
 
-if TYPE_CHECKING:
-    import pandas
+require("pandas", "a table of runs")
+import pandas  # noqa: E402 - checked above
 
 SPREAD = ("metrics", "config", "sweep", "job")
 """Fields of a listing that become several columns, like `metrics.val/loss` and `config.cfg.seed`."""
@@ -38,16 +40,16 @@ class FileCache:
 
     def get(self, folder: RunFolder, name: str, read: Callable[[], Any]) -> Any:
         """Return what `read` returns for a file of a run, perhaps from an earlier call."""
-        path, stamp = folder.path / name, None
+        path, facts = folder.path / name, None
         with contextlib.suppress(OSError):
-            if folder.uri is None:
-                facts = path.stat()
-                stamp = (facts.st_ino, facts.st_mtime_ns, facts.st_size)
+            facts = path.stat()
+        if folder.uri is not None or facts is None:
+            return read()
+        stamp = (facts.st_ino, facts.st_mtime_ns, facts.st_size)
         with self._lock:
-            if stamp is not None and self._entries.get(path, (None,))[0] == stamp:
-                return self._entries[path][1]
-        value = read()
-        if stamp is not None:
+            known, value = self._entries.get(path, (None, None))
+        if known != stamp:
+            value = read()
             with self._lock:
                 self._entries[path] = (stamp, value)
                 if len(self._entries) > self._size:
@@ -63,7 +65,7 @@ def runs_table(
     *,
     experiment: str | None = None,
     ask: AskJobs | None = None,
-) -> "pandas.DataFrame":
+) -> pandas.DataFrame:
     """Return one row per run, oldest first, with the fields of `mlx xp ls --json`.
 
     Columns: `experiment`, `run`, `status`, `epoch` and `epochs` (counted from 1), `monitor`, `mode`, `best`,
@@ -82,19 +84,9 @@ def runs_table(
         UsageError: there is no such storage or experiment.
         StorageError: the storage does not answer.
     """
-    require("pandas", "a table of runs")
-    import pandas
-
     rows = [row for root in roots(storage) for row in list_rows(experiment, root=root, ask=ask, load=_load)]
-    return pandas.DataFrame(map_concurrently(_cells, rows)) if rows else no_runs()
-
-
-def no_runs() -> "pandas.DataFrame":
-    """Return a table of runs without rows."""
-    import pandas
-
-    row = Row(RunFolder(Path("experiment/run_000")), "", {})
-    return pandas.DataFrame(columns=[*_cells(row)])
+    no_run = Row(RunFolder(Path("experiment/run_000")), "", {})
+    return pandas.DataFrame(map_concurrently(_cells, rows), columns=None if rows else [*_cells(no_run)])
 
 
 def roots(storage: str | Path | Iterable[str | Path] | None) -> list[str]:
@@ -116,14 +108,14 @@ def folder_of(place: str) -> RunFolder:
 
 
 def metrics_table(
-    runs: "pandas.DataFrame | Iterable[str | Path]",
+    runs: pandas.DataFrame | Iterable[str | Path],
     keys: Iterable[str] | None = None,
     *,
     x: Literal["step", "epoch", "time"] = "step",
     by: Sequence[str] | None = None,
     smooth: float = 0.0,
     points: int = MAX_POINTS,
-) -> "pandas.DataFrame":
+) -> pandas.DataFrame:
     """Return the curves of metrics, one row per point.
 
     Columns: `place` and `run` (like `digits/run_003`), `key` (name of the metric), `step`, `epoch` (counted from 1),
@@ -146,9 +138,6 @@ def metrics_table(
     Raises:
         UsageError: there is no such run, or no such column.
     """
-    require("pandas", "a table of metrics")
-    import pandas
-
     if not isinstance(runs, pandas.DataFrame):
         runs = pandas.DataFrame({"place": [lookup.resolve_run(str(run)).location for run in runs]}, dtype=object)
     for name in by or ():
@@ -171,12 +160,10 @@ def metrics_table(
 
 def _curves(
     folder: RunFolder, keys: Sequence[str] | None, x: str, problems: dict[str, str]
-) -> "Iterator[pandas.DataFrame]":
+) -> Iterator[pandas.DataFrame]:
     """Yield the curves of a run."""
-    import pandas
-
     try:
-        curves, start, damaged = METRICS.get(folder, folder.metrics.name, lambda: _read_curves(folder))
+        curves, damaged = METRICS.get(folder, folder.metrics.name, lambda: _read_curves(folder))
     except FileNotFoundError:  # it has not recorded any yet
         return
     except (OSError, StorageError) as error:
@@ -184,30 +171,24 @@ def _curves(
         return
     if damaged:
         problems[folder.location] = f"{folder.title}: {damaged[0]}"
-    for key in [key for key in keys if key in curves] if keys is not None else curves:
+    for key in curves if keys is None else [key for key in keys if key in curves]:
         part = pandas.DataFrame(curves[key], columns=["step", "value", "epoch", "time"])
-        part = part.astype({"value": float, "time": float}).assign(place=folder.location, run=folder.title, key=key)
-        part["time"] -= start
+        part = part.astype({"step": int, "epoch": int}).assign(place=folder.location, run=folder.title, key=key)
         yield part.drop_duplicates("epoch", keep="last") if x == "epoch" else part
 
 
-def metric_names(place: str) -> list[str]:
-    """Return the names of the metrics of a run; none if they cannot be read."""
-    folder = folder_of(place)
-    with contextlib.suppress(OSError, StorageError):
-        return [*METRICS.get(folder, folder.metrics.name, lambda: _read_curves(folder))[0]]
-    return []
-
-
-def _read_curves(folder: RunFolder) -> tuple[dict[str, list[Point]], float, list[str]]:
-    """Return the curves of a run, the time of its first report, and what is wrong with the file."""
+def _read_curves(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
+    """Return the curves of a run as arrays, which are small, and what is wrong with the file."""
     damaged: list[str] = []
-    curves = read_curves(folder.read(folder.metrics.name).decode(errors="replace"), damaged)
-    times = [points[0][3] for points in curves.values() if points[0][3] is not None]
-    return curves, min(times, default=0.0), damaged
+    found = read_curves(folder.read(folder.metrics.name).decode(errors="replace"), damaged)
+    curves = {key: numpy.array(points, dtype=float) for key, points in found.items()}
+    start = min((curve[0, 3] for curve in curves.values() if not numpy.isnan(curve[0, 3])), default=0.0)
+    for curve in curves.values():
+        curve[:, 3] -= start
+    return curves, damaged
 
 
-def _means(table: "pandas.DataFrame", names: Sequence[str], x: str) -> "pandas.DataFrame":
+def _means(table: pandas.DataFrame, names: Sequence[str], x: str) -> pandas.DataFrame:
     """Return the means and the standard deviations of runs at equal steps or epochs."""
     at, other = ("epoch", "step") if x == "epoch" else ("step", "epoch")
     rows = table.groupby([*names, "key", at], dropna=False)
@@ -215,7 +196,7 @@ def _means(table: "pandas.DataFrame", names: Sequence[str], x: str) -> "pandas.D
     return rows.agg(**means, **{other: (other, "max")}).reset_index()
 
 
-def _drawn(curve: "pandas.DataFrame", smooth: float, points: int) -> "pandas.DataFrame":
+def _drawn(curve: pandas.DataFrame, smooth: float, points: int) -> pandas.DataFrame:
     """Return a curve smoothed and reduced."""
     if smooth > 0:
         means = curve["value"].ewm(alpha=1 - min(smooth, 0.999)).mean()

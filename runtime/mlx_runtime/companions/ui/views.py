@@ -4,27 +4,25 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import marimo
+import pandas
 from plotly import graph_objects
 
 from mlx_runtime import companions
 from mlx_runtime.companions.ui import charts, elements
 from mlx_runtime.companions.ui.events import read_written
-from mlx_runtime.companions.ui.tables import folder_of, metric_names, metrics_table
-from mlx_runtime.companions.views.difference import difference
+from mlx_runtime.companions.ui.tables import folder_of, metrics_table
 from mlx_runtime.companions.views.report import OF_TRAINING, checkpoint_table, known_facts
 from mlx_runtime.errors import MlxError, short_message
 from mlx_runtime.runs import snapshots
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.runs.logs import log_name
 from mlx_runtime.runs.queries.listing import summarize
+from mlx_runtime.runs.records import LIVING
 from mlx_runtime.runs.tables import format_duration
 from mlx_runtime.storage.files import storage_at
-
-if TYPE_CHECKING:
-    import pandas
 
 LOG_BYTES = 64 << 10
 """The end of a log that is shown."""
@@ -39,14 +37,13 @@ MAIN = 6
 
 
 def overview(
-    runs: "pandas.DataFrame", columns: Sequence[str], search: str, sort: str, ascending: bool
-) -> "pandas.DataFrame":
-    """Return the columns that a list of runs shows, of the runs that contain all words of a search.
+    runs: pandas.DataFrame, columns: Sequence[str], search: str, sort: str, order: str
+) -> tuple[pandas.DataFrame, pandas.DataFrame]:
+    """Return the list of the runs that contain all words of a search, and another one of those that train now.
 
+    The numbers of runs that train are in the second one alone, so that the first one stays as it is for a while.
     `#` is the position of a row, and `place` the folder of its run.
     """
-    import pandas
-
     last = pandas.Series(index=runs.index, dtype=float)
     for metric in runs["monitor"].dropna().unique():
         last = runs[f"metrics.{metric}"].where(runs["monitor"] == metric, last) if f"metrics.{metric}" in runs else last
@@ -69,29 +66,30 @@ def overview(
     if words := search.lower().split():
         lines = (" ".join(map(str, row)).lower() for row in shown.itertuples(index=False))
         shown = shown[[all(word in line for word in words) for line in lines]]
+    living = shown["status"].isin(LIVING)
+    live = shown[living].drop(columns="place")
+    moving = ["epoch", "best", "last", "duration", *(name for name in columns if name.startswith("metrics."))]
+    shown[[name for name in moving if name in shown]] = shown[[name for name in moving if name in shown]].mask(living)
     by = runs["duration_s"] if sort == "duration" else shown[sort] if sort in shown else runs["start"]
-    order = by.loc[shown.index].sort_values(ascending=ascending, kind="stable", key=_sortable).index
-    ordered: pandas.DataFrame = shown.loc[order].reset_index(drop=True)
-    ordered["#"] = range(len(ordered))
-    return ordered
+    by = by.loc[shown.index].sort_values(ascending=order == "ascending", kind="stable", key=_sortable)
+    listed: pandas.DataFrame = shown.loc[by.index].reset_index(drop=True)
+    listed["#"] = range(len(listed))
+    return listed, live
 
 
-def _sortable(values: "pandas.Series") -> "pandas.Series":
+def _sortable(values: pandas.Series) -> pandas.Series:
     """Return values as numbers if all of them are, otherwise as text."""
-    import pandas
-
     numbers: pandas.Series = pandas.to_numeric(values, errors="coerce")
     return numbers if numbers.notna().sum() == values.notna().sum() else values.astype(str)
 
 
-def labels(runs: "pandas.DataFrame") -> dict[str, str]:
+def labels(runs: pandas.DataFrame) -> dict[str, str]:
     """Return the names of runs by place; where two storages have runs of one name, the places themselves."""
     names = runs["experiment"] + "/" + runs["run"]
-    twice = names.duplicated(keep=False)
-    return dict(zip(runs["place"], names.where(~twice, runs["place"]), strict=True))
+    return dict(zip(runs["place"], names.mask(names.duplicated(keep=False), runs["place"]), strict=True))
 
 
-def main_metrics(runs: "pandas.DataFrame") -> list[str] | None:
+def main_metrics(runs: pandas.DataFrame) -> list[str] | None:
     """Return the metrics that are shown without a choice: the monitored ones, or else the first results."""
     if monitored := [*runs["monitor"].dropna().unique()]:
         return monitored
@@ -99,29 +97,18 @@ def main_metrics(runs: "pandas.DataFrame") -> list[str] | None:
     return [name for name in known if not OF_TRAINING.match(name)][:MAIN] or None
 
 
-def differences(runs: "pandas.DataFrame") -> list[Any]:
-    """Show what differs between runs: facts, config, metrics and, for the first two, their code."""
-    import pandas
-
+def differences(runs: pandas.DataFrame) -> list[Any]:
+    """Show what differs between runs: values of the table of runs and, for the first two, their code."""
     if len(runs) < 2:
         return [marimo.plain_text("Choose two or more runs in the list.")]
-    names = dict([*labels(runs).items()][:COMPARED])
-    (first, title), *others = names.items()
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    problems = []
-    for place, name in others:
-        try:
-            found = difference(folder_of(first), folder_of(place))
-        except (MlxError, OSError) as error:
-            problems.append(short_message(error))
-            continue
-        for part, values in found.items():
-            for key, sides in values.items():
-                row = rows.setdefault((part, key), {"": f"{part}: {key}", title: sides.get("a")})
-                row[name] = sides.get("b")
-    cells = [{"": row[""]} | {name: str(row.get(name, row[title])) for name in names.values()} for row in rows.values()]
-    shown = [elements.problems(problems), elements.table(pandas.DataFrame(cells), page_size=50)] if cells else []
-    return shown + _attempt(lambda: [elements.text(_code_difference(folder_of(first), folder_of(others[0][0])))])
+    compared = runs.head(COMPARED).drop(columns=["run", "place"])
+    values = compared.set_axis([*labels(runs).values()][:COMPARED]).T.map(str)
+    differing = values[values.nunique(axis=1) > 1].reset_index(names="")
+    first, second = (folder_of(place) for place in runs["place"].head(2))
+    return [
+        elements.table(differing, page_size=50),
+        *_attempt(lambda: [elements.text(_code_difference(first, second))]),
+    ]
 
 
 def _code_difference(first: RunFolder, second: RunFolder) -> str:
@@ -137,16 +124,15 @@ def _code_difference(first: RunFolder, second: RunFolder) -> str:
 
 def run(place: str) -> list[Any]:
     """Show one run: how it went, its resources and checkpoints, the end of its log, and its images and texts."""
-    import pandas
-
     folder = folder_of(place)
     [row] = summarize([folder])
     if row.problem:
         return [elements.problems([row.problem])]
-    shown = [elements.facts({"status": row.status} | known_facts(row))]
+    facts = {"status": row.status} | known_facts(row)
+    shown = [elements.text("\n".join(f"{name}: {value}" for name, value in facts.items()))]
     reasons = [row.record.get(name) for name in ("error", "stop_reason", "waits_for")]
     shown += [elements.text(reason) for reason in reasons if reason]
-    measured = [name for name in metric_names(place) if OF_TRAINING.match(name)][: 2 * MAIN]
+    measured = [name for name in row.metrics if OF_TRAINING.match(name)][: 2 * MAIN]
     table = metrics_table([place], measured)
     shown += [elements.problems(table.attrs["problems"].values())]
     charted = [marimo.ui.plotly(figure) for figure in charts.curves(table)]
@@ -167,7 +153,6 @@ def _log(folder: RunFolder) -> str:
 
 
 def _written(folder: RunFolder) -> list[Any]:
-    """Show the images and texts that a run wrote to TensorBoard."""
     return [
         elements.picture(item.content, f"{item.tag}, step {item.step}")
         if isinstance(item.content, bytes)
@@ -176,18 +161,11 @@ def _written(folder: RunFolder) -> list[Any]:
     ]
 
 
-def sweeps(runs: "pandas.DataFrame") -> dict[str, str]:
-    """Return the places of the sweeps of runs, by name."""
-    if "sweep.name" not in runs:
-        return {}
-    found = runs[runs["sweep.name"].notna()]
-    above = found["place"].str.rpartition("/")[0]
-    first = found[~(above + "/" + found["sweep.name"]).duplicated()]
-    folders = [folder_of(place) for place in first["place"]]
-    names = first["sweep.name"]
-    places = [run_folder(item.root, item.experiment, name) for item, name in zip(folders, names, strict=True)]
-    titles = [item.title for item in places]
-    return {item.title if titles.count(item.title) == 1 else item.location: item.location for item in places}
+def sweeps(runs: pandas.DataFrame) -> list[str]:
+    """Return the places of the sweeps of runs."""
+    found = runs[runs["sweep.name"].notna()] if "sweep.name" in runs else runs[:0]
+    trials = zip(found["place"].map(folder_of), found["sweep.name"] if len(found) else [], strict=True)
+    return [*dict.fromkeys(run_folder(trial.root, trial.experiment, name).location for trial, name in trials)]
 
 
 def sweep(place: str) -> list[Any]:

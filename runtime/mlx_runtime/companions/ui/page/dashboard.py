@@ -23,11 +23,12 @@ def _():
 def _(elements, mo):
     tab = elements.choice("radio", "tab", ["Runs", "Curves", "Differences", "Run", "Sweep"], "Runs", inline=True)
     refresh = mo.ui.refresh(options=["2s", "10s", "1m"], default_interval="10s")
-    get_runs, set_runs = mo.state(None)
-    get_columns, set_columns = mo.state([])
+    get_runs, set_runs = mo.state(None)  # all runs
+    get_columns, set_columns = mo.state([])  # the columns of their table
+    get_listed, set_listed = mo.state(None)  # the list as it is shown
     get_chosen, set_chosen = mo.state(elements.remembered("run"))
     mo.hstack([tab, refresh])
-    return get_chosen, get_columns, get_runs, refresh, set_chosen, set_columns, set_runs, tab
+    return get_chosen, get_columns, get_listed, get_runs, refresh, set_chosen, set_columns, set_listed, set_runs, tab
 
 
 @app.cell
@@ -49,17 +50,26 @@ def _(elements, get_columns, mo, tab):
     search = elements.choice("text", "search", debounce=300, placeholder="words that all occur")
     columns = elements.choice("multiselect", "columns", _keys)
     sort = elements.choice("dropdown", "sort", ["start", "run", "status", "best", "last", "duration", *_keys], "start")
-    ascending = elements.choice("switch", "ascending")
-    mo.hstack([search, columns, sort, ascending], justify="start") if tab.value == "Runs" else None
-    return ascending, columns, search, sort
+    order = elements.choice("dropdown", "order", ["descending", "ascending"])
+    mo.hstack([search, columns, sort, order], justify="start") if tab.value == "Runs" else None
+    return columns, order, search, sort
 
 
 @app.cell
-def _(ascending, columns, elements, get_runs, mo, search, set_chosen, sort, tab, views):
+def _(columns, elements, get_listed, get_runs, mo, order, search, set_listed, sort, tab, views):
+    # Runs that train, with numbers that move. The list below is drawn again only if it has changed.
     mo.stop(tab.value != "Runs" or get_runs() is None)
-    _shown = views.overview(get_runs(), [*columns.value], search.value, sort.value, ascending.value)
-    _places = [*_shown.pop("place")]
-    _chosen = elements.remembered("run")
+    _listed, _live = views.overview(get_runs(), columns.value, search.value, sort.value, order.value)
+    if not _listed.equals(get_listed()):
+        set_listed(_listed)
+    elements.table(_live, label="Training now") if len(_live) else None
+    return
+
+
+@app.cell
+def _(elements, get_listed, mo, set_chosen, tab):
+    mo.stop(tab.value != "Runs" or get_listed() is None)
+    _places, _chosen = [*get_listed()["place"]], elements.remembered("run")
 
     def _choose(rows):
         # Runs that the search hides stay chosen.
@@ -69,7 +79,7 @@ def _(ascending, columns, elements, get_runs, mo, search, set_chosen, sort, tab,
         set_chosen(places)
 
     elements.table(
-        _shown,
+        get_listed().drop(columns="place"),
         selection="multi",
         initial_selection=[row for row, place in enumerate(_places) if place in _chosen],
         on_change=_choose,
@@ -95,23 +105,17 @@ def _(elements, get_columns, mo, tab):
     metrics = elements.choice("multiselect", "metrics", _metrics)
     x = elements.choice("dropdown", "x", ["step", "epoch", "time"], "step")
     log = elements.choice("multiselect", "log", ["x", "y"])
-    smooth = elements.choice("slider", "smooth", start=0, stop=0.99, step=0.01, debounce=True)
-    mean = elements.choice("switch", "mean")
-    by = elements.choice("multiselect", "by", _groups)
-    mo.hstack([metrics, x, log, smooth, mean, by], justify="start", wrap=True) if tab.value == "Curves" else None
-    return by, log, mean, metrics, smooth, x
+    smooth = elements.choice("dropdown", "smooth", ["0", "0.6", "0.9", "0.99"])
+    by = elements.choice("multiselect", "mean by", _groups)
+    mo.hstack([metrics, x, log, smooth, by], justify="start", wrap=True) if tab.value == "Curves" else None
+    return by, log, metrics, smooth, x
 
 
 @app.cell
-def _(by, charts, chosen, elements, log, mean, metrics, metrics_table, mo, smooth, tab, views, x):
+def _(by, charts, chosen, elements, log, metrics, metrics_table, mo, smooth, tab, views, x):
     mo.stop(tab.value != "Curves")
-    _table = metrics_table(
-        chosen,
-        metrics.value or views.main_metrics(chosen),
-        x=x.value,
-        by=by.value if mean.value else None,
-        smooth=smooth.value,
-    )
+    _names = metrics.value or views.main_metrics(chosen)
+    _table = metrics_table(chosen, _names, x=x.value, by=by.value or None, smooth=float(smooth.value))
     _figures = charts.curves(_table, x=x.value, log=log.value, labels=views.labels(chosen))
     mo.vstack([elements.problems(_table.attrs["problems"].values()), *map(mo.ui.plotly, _figures)])
     return
@@ -126,16 +130,16 @@ def _(chosen, mo, tab, views):
 
 @app.cell
 def _(chosen, elements, mo, tab, views):
-    mo.stop(tab.value != "Run")
     run = elements.choice("dropdown", "of", {label: place for place, label in views.labels(chosen).items()})
-    mo.hstack([run], justify="start")
+    mo.hstack([run], justify="start") if tab.value == "Run" else None
     return (run,)
 
 
 @app.cell
-def _(mo, refresh, run, views):
+def _(mo, refresh, run, tab, views):
     refresh.value  # noqa: B018 - the log follows
-    mo.vstack(views.run(run.value) if run.value else [])
+    mo.stop(tab.value != "Run" or run.value is None)
+    mo.vstack(views.run(run.value))
     return
 
 
