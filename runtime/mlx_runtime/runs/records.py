@@ -122,7 +122,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
         {"name": NAME, "trial": COUNT, "fold": COUNT.or_null(), "values": mapping_of(TEXT)}, needs=("name", "trial")
     ).or_null(),
     "fold": mapping_with({"fold": COUNT, "folds": COUNT, "rows": TEXT}).or_null(),
-    "config": mapping_of(SCALAR).or_null(),  # conf.yaml by full key, without secrets
+    "values": mapping_of(SCALAR).or_null(),  # of conf.yaml by full key, without secrets
     REPLACED: Kind("a record", lambda value: value is None or misfit(value, SHAPE) is None),
 }
 """Types of the fields in the record of a run or a data job. They are checked, because the file is not trusted."""

@@ -13,11 +13,13 @@ import pandas
 from mlx_runtime.errors import printable
 from mlx_runtime.storage.redaction import redact
 
-ADDRESS = re.compile(r"(?<=:)(?=//)|(?<=\bdata:)|(?<=\bjavascript:)|(?<=\bwww)(?=\.)|(?<=\])(?=\()|(?<=\w)(?=@)")
+ADDRESS = re.compile(
+    r"(?<=:)(?=//)|(?<=\bdata:)|(?<=\bjavascript:)|(?<=\bwww)(?=\.)|(?<=\])(?=[(\[])|(?<=\w)(?=@)", re.IGNORECASE
+)
 """Where an invisible space keeps an address from becoming a link or an image."""
 
 CELL = 200
-"""Maximum length of a text in a table or a list."""
+"""Maximum length of a text in a table; names are not cut, because they must differ."""
 
 PICTURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 """Pictures that a page shows, by their first bytes. Others, like SVG, could contain scripts or addresses."""
@@ -26,8 +28,7 @@ PICTURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"
 @functools.lru_cache(100_000)
 def plain(value: str) -> str:
     """Return a text that is shown as it is in tables and lists: in one line, without secrets, and without addresses."""
-    text = printable(redact(value), one_line=True)
-    return ADDRESS.sub("\u200b", text if len(text) <= CELL else f"{text[: CELL - 1]}…")
+    return ADDRESS.sub("\u200b", printable(redact(value), one_line=True))
 
 
 def table(rows: pandas.DataFrame, **settings: Any) -> Any:
@@ -41,7 +42,8 @@ def table(rows: pandas.DataFrame, **settings: Any) -> Any:
 
 
 def _cell(value: object) -> str | None:
-    return None if value is None else plain(", ".join(map(str, value)) if isinstance(value, list) else str(value))
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return None if value is None else plain(text if len(text) <= CELL else f"{text[: CELL - 1]}…")
 
 
 def text(content: str | None) -> Any:

@@ -14,8 +14,8 @@ from mlx_runtime.storage.files import storage_at, storage_errors
 LATEST = 4
 """Number of images and texts of each name that are read, the latest ones."""
 
-MOST_BYTES = 256 << 20
-"""Maximum size of the event files of a run; TensorBoard itself reads larger ones."""
+MOST_BYTES = 16 << 20
+"""Maximum size of the event files of a run, which are read while others wait; TensorBoard itself reads larger ones."""
 
 EVENTS = FileCache(20)
 
@@ -51,19 +51,21 @@ def _read(folder: RunFolder, names: list[str]) -> list[Written]:
     ):
         for name in filter(stays_below, names):
             storage_at(folder.location).download(Path(temporary, name), name)
-        events: Any = EventAccumulator(temporary, {"images": LATEST, "tensors": LATEST, "scalars": 1, "histograms": 1})
+        events: Any = EventAccumulator(temporary, {"images": 0, "tensors": 0, "scalars": 1, "histograms": 1})
         try:
             events.Reload()
         except Exception as error:  # of protocol buffers, for example
             raise StorageError(f"the event files of {folder.title} are damaged: {type(error).__name__}") from error
         tags = events.Tags()
         images = [
-            Written(tag, item.step, item.encoded_image_string) for tag in tags["images"] for item in events.Images(tag)
+            Written(tag, item.step, item.encoded_image_string)
+            for tag in tags["images"]
+            for item in events.Images(tag)[-LATEST:]
         ]
         texts = [
             Written(tag, item.step, b"\n".join(item.tensor_proto.string_val).decode(errors="replace"))
             for tag in tags["tensors"]
             if events.SummaryMetadata(tag).plugin_data.plugin_name == "text"
-            for item in events.Tensors(tag)
+            for item in events.Tensors(tag)[-LATEST:]
         ]
     return images + texts

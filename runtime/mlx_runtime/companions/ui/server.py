@@ -1,5 +1,6 @@
 """The server of the page: marimo's, with a token, and headers that keep the page from asking other machines."""
 
+import contextlib
 import ipaddress
 import secrets
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 
 DASHBOARD = Path("dashboard.py")
-"""The page of a project, in its folder."""
+"""The page of an experiment, in its folder. In other folders, a file of this name is not run."""
 
 PACKAGED = Path(__file__).parent / "page" / "dashboard.py"
 
@@ -55,11 +56,6 @@ class Headers:
         await self._app(scope, receive, send_with_headers)
 
 
-def page_of(project: Path) -> Path:
-    """Return the page of a project, or the packaged one."""
-    return project / DASHBOARD if (project / DASHBOARD).is_file() else PACKAGED
-
-
 def serve(roots: Sequence[str], *, host: str, port: int, token: str | None, edit: bool) -> None:
     """Serve the page until it is stopped, and print its URL, with a token.
 
@@ -70,12 +66,14 @@ def serve(roots: Sequence[str], *, host: str, port: int, token: str | None, edit
     """
     for library in ("marimo", "pandas", "plotly"):
         require(library, "the page")
-    loopback = host == "localhost" or (host.replace(".", "").isdigit() and ipaddress.ip_address(host).is_loopback)
+    loopback = host == "localhost"
+    with contextlib.suppress(ValueError):  # a name
+        loopback = loopback or ipaddress.ip_address(host).is_loopback
     if not loopback and token is None:
         raise UsageError(f"a page on {host} needs a token of your choice: export MLX_UI_TOKEN=$(openssl rand -hex 24)")
     if token is not None and len(token) < 16:
         raise UsageError("MLX_UI_TOKEN needs 16 or more characters: export MLX_UI_TOKEN=$(openssl rand -hex 24)")
-    page = page_of(Path.cwd())
+    page = DASHBOARD.absolute() if DASHBOARD.is_file() and Path("src/conf.yaml").is_file() else PACKAGED
     if edit and page == PACKAGED:
         raise UsageError(f"there is no {DASHBOARD} in {Path.cwd()}; copy the packaged one: cp {PACKAGED} .")
     port = check_port(host, port)

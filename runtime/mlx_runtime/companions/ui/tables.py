@@ -27,6 +27,12 @@ SPREAD = ("metrics", "config", "sweep", "job")
 POINT = ("key", "step", "epoch", "time", "value")
 """Columns of every table of metrics."""
 
+MOST_VALUES = 200
+"""Maximum number of columns of a run for each of these fields."""
+
+UNGROUPED = ("place", "tags", "attempts")
+"""Columns of runs by which no groups are made: they are lists, or differ for all runs."""
+
 UNUSED = ("git", "packages", "datasets", "hub", "prepared")
 """Large fields of records that no table needs."""
 
@@ -57,7 +63,7 @@ class FileCache:
         return value
 
 
-RECORDS, METRICS = FileCache(50_000), FileCache(100)
+RECORDS, METRICS = FileCache(50_000), FileCache(50)
 
 
 def runs_table(
@@ -71,7 +77,8 @@ def runs_table(
     Columns: `experiment`, `run`, `status`, `epoch` and `epochs` (counted from 1), `monitor`, `mode`, `best`,
     `best_epoch`, `tags`, `note`, `start`, `end`, `duration_s`, `error`, `place` (path or URI of the run's folder), …
     The mappings among the fields become columns with a prefix: `metrics.val/loss` has the latest value of a metric,
-    `config.optimizers.adam.lr` a value of conf.yaml, `sweep.trial` and `job.id` what the run belongs to. Runs
+    `config.optimizers.adam.lr` a value of conf.yaml, `sweep.trial` and `job.id` what the run belongs to, at most 200
+    for each run and prefix. Runs
     without `config` began with an earlier version. A run whose record cannot be read has the status `UNREADABLE`, and
     the reason in `problem`.
 
@@ -86,7 +93,9 @@ def runs_table(
     """
     rows = [row for root in roots(storage) for row in list_rows(experiment, root=root, ask=ask, load=_load)]
     no_run = Row(RunFolder(Path("experiment/run_000")), "", {})
-    return pandas.DataFrame(map_concurrently(_cells, rows), columns=None if rows else [*_cells(no_run)])
+    cells = pandas.DataFrame(map_concurrently(_cells, rows), columns=None if rows else [*_cells(no_run)], dtype=object)
+    # An integer of conf.yaml stays one, also if other runs lack it.
+    return cells.assign(**{name: [*cells[name]] for name in cells if not name.startswith("config.")})
 
 
 def roots(storage: str | Path | Iterable[str | Path] | None) -> list[str]:
@@ -140,8 +149,9 @@ def metrics_table(
     """
     if not isinstance(runs, pandas.DataFrame):
         runs = pandas.DataFrame({"place": [lookup.resolve_run(str(run)).location for run in runs]}, dtype=object)
+    runs = runs.drop_duplicates("place")
     for name in by or ():
-        if name not in runs or name in POINT:
+        if name not in runs or name in (*POINT, *UNGROUPED):
             raise UsageError(f"cannot group by {name!r}: choose another column of the table of runs")
     names, wanted = ["place", "run"] if by is None else [*by], None if keys is None else [*keys]
     problems: dict[str, str] = {}
@@ -222,4 +232,6 @@ def _cells(row: Row) -> dict[str, Any]:
     """Return the cells of a run by column."""
     fields = row.fields()
     spread = {name: fields.pop(name) or {} for name in SPREAD}
-    return fields | {f"{name}.{key}": value for name, values in spread.items() for key, value in values.items()}
+    return fields | {
+        f"{name}.{key}": value for name, values in spread.items() for key, value in [*values.items()][:MOST_VALUES]
+    }

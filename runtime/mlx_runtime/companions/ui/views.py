@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ LOG_BYTES = 64 << 10
 """The end of a log that is shown."""
 
 COMPARED = 8
-"""Maximum number of runs side by side."""
+"""Maximum number of runs side by side, the first ones of those that are chosen."""
 
 DIFF_LINES = 2_000
 
@@ -149,7 +148,8 @@ def _log(folder: RunFolder) -> str:
             content: bytes = stream.read()
     except FileNotFoundError:
         return "There is no log yet."
-    return re.sub(r"[^\n]*\r(?!\n)", "", content.decode(errors="replace"))  # progress bars
+    lines = content.decode(errors="replace").split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)  # without earlier states of progress bars
 
 
 def _written(folder: RunFolder) -> list[Any]:

@@ -210,10 +210,11 @@ def read_curves(lines: str, problems: list[str] | None = None) -> dict[str, list
         if row is None:
             damaged += 1
             continue
+        time = time if NUMBER.fits(time := row.get("timestamp")) else None
         for name, value in row.items():
             if name not in ("step", "epoch", *FACTS) and NUMBER.or_null().fits(value):
                 known = None if value is None or math.isnan(value) else value
-                found.setdefault(name, []).append((row["step"], known, row["epoch"] + 1, row.get("timestamp")))
+                found.setdefault(name, []).append((row["step"], known, row["epoch"] + 1, time))
     if damaged and problems is not None:
         problems.append(f"{plural(damaged, 'line')} of metrics.jsonl cannot be read")
     return found

@@ -153,7 +153,7 @@ class Row:
             "attempts": self.record.get("attempts") or [],
             "job": self.record.get("job"),
             "sweep": self.record.get("sweep"),
-            "config": self.record.get("config"),
+            "config": self.record.get("values"),
             "place": self.folder.location,
         }
 

@@ -25,7 +25,7 @@ def recorded(tmp_path: Path) -> Callable[..., RunFolder]:
 
     def make(curve: list[tuple[int, float | None]], **config: Any) -> RunFolder:
         folder = claim_run(str(tmp_path), "digits")
-        records.Record(folder, status="SUCCEEDED", config=config, metrics={"loss": 0.5})
+        records.Record(folder, status="SUCCEEDED", values=config, metrics={"loss": 0.5})
         rows = [{"step": step, "epoch": step // 3, "timestamp": 100.0 + step, "loss": value} for step, value in curve]
         folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
@@ -68,11 +68,13 @@ def test_storages_that_are_missing_are_named_in_a_line(tmp_path: Path) -> None:
 
 def test_a_damaged_run_is_named_next_to_the_curves_of_others(recorded: Callable[..., RunFolder]) -> None:
     good, partly, bad = recorded([(0, 1.0), (1, None)]), recorded([(0, 2.0)]), recorded([])
-    partly.metrics.write_text(partly.metrics.read_text() + "damaged\n")
+    partly.metrics.write_text(
+        partly.metrics.read_text() + '{"step": 1, "epoch": 0, "loss": 2.0, "timestamp": "x"}\ndamaged\n'
+    )
     bad.metrics.unlink()
     bad.metrics.mkdir()
     table = metrics_table([str(run.path) for run in (good, partly, bad)], ["loss"])
-    assert [*table["run"]] == ["digits/run_001", "digits/run_001", "digits/run_002"]
+    assert [*table["run"]] == ["digits/run_001", "digits/run_001", "digits/run_002", "digits/run_002"]
     assert math.isnan(table["value"][1])
     problems = table.attrs["problems"]
     assert "1 line of metrics.jsonl" in problems[str(partly.path)]

@@ -74,7 +74,7 @@ def _(elements, get_listed, mo, set_chosen, tab):
     def _choose(rows):
         # Runs that the search hides stay chosen.
         places = [place for place in elements.remembered("run") if place not in _places]
-        places += [_places[row] for row in rows["#"]]
+        places = (places + [_places[row] for row in rows["#"]])[:50]
         elements.remember("run")(places)
         set_chosen(places)
 
@@ -91,10 +91,10 @@ def _(elements, get_listed, mo, set_chosen, tab):
 
 @app.cell
 def _(get_chosen, get_runs, mo):
-    # The chosen runs; without a choice, the newest three.
+    # The chosen runs, at most 50; without a choice, the newest three.
     mo.stop(get_runs() is None)
     chosen = get_runs()[get_runs()["place"].isin(get_chosen())]
-    chosen = chosen if len(chosen) else get_runs().head(3)
+    chosen = chosen.head(50) if len(chosen) else get_runs().head(3)
     return (chosen,)
 
 
