@@ -47,19 +47,16 @@ def _(elements, get_columns, get_runs, mo, refresh, set_columns, set_runs, stora
 @app.cell
 def _(elements, get_columns, mo, tab):
     _keys = sorted(name for name in get_columns() if name.startswith(("config.", "metrics.", "sweep.")))
-    search = elements.choice("text", "search", debounce=300, placeholder="words that all occur")
     columns = elements.choice("multiselect", "columns", _keys)
-    sort = elements.choice("dropdown", "sort", ["start", "run", "status", "best", "last", "duration", *_keys], "start")
-    order = elements.choice("dropdown", "order", ["descending", "ascending"])
-    mo.hstack([search, columns, sort, order], justify="start") if tab.value == "Runs" else None
-    return columns, order, search, sort
+    mo.hstack([columns], justify="start") if tab.value == "Runs" else None
+    return (columns,)
 
 
 @app.cell
-def _(columns, elements, get_listed, get_runs, mo, order, search, set_listed, sort, tab, views):
+def _(columns, elements, get_listed, get_runs, mo, set_listed, tab, views):
     # Runs that train, with numbers that move. The list below is drawn again only if it has changed.
     mo.stop(tab.value != "Runs" or get_runs() is None)
-    _listed, _live = views.overview(get_runs(), columns.value, search.value, sort.value, order.value)
+    _listed, _live = views.overview(get_runs(), columns.value)
     if not _listed.equals(get_listed()):
         set_listed(_listed)
     elements.table(_live, label="Training now") if len(_live) else None
@@ -72,9 +69,7 @@ def _(elements, get_listed, mo, set_chosen, tab):
     _places, _chosen = [*get_listed()["place"]], elements.remembered("run")
 
     def _choose(rows):
-        # Runs that the search hides stay chosen.
-        places = [place for place in elements.remembered("run") if place not in _places]
-        places = (places + [_places[row] for row in rows["#"]])[:50]
+        places = [_places[row] for row in rows["#"]][:50]
         elements.remember("run")(places)
         set_chosen(places)
 

@@ -87,21 +87,17 @@ def remembered(name: str) -> list[str]:
 def choice(
     kind: str,
     name: str,
-    options: Sequence[str] | Mapping[str, str] | None = None,
+    options: Sequence[str] | Mapping[str, str],
     default: str | None = None,
     **settings: Any,
 ) -> Any:
-    """Return a `radio`, `dropdown`, `multiselect` or `text` of `marimo.ui`, whose value is kept in the URL.
+    """Return a `radio`, `dropdown` or `multiselect` of `marimo.ui`, whose value is kept in the URL.
 
     Options, or their labels, may be texts of runs. One of several is chosen by default: `default`, or the first.
     """
-    given = remembered(name)
-    if options is None:
-        settings |= {"value": "".join(given[:1])}
-    else:
-        labels = options if isinstance(options, Mapping) else {option: option for option in options}
-        shown = {plain(label): option for label, option in labels.items()}
-        values = [label for label, option in shown.items() if option in given]
-        one = next(iter([*values, *(label for label, option in shown.items() if option == default), *shown]), None)
-        settings |= {"options": shown, "value": values if kind == "multiselect" else one}
+    labels = options if isinstance(options, Mapping) else {option: option for option in options}
+    shown = {plain(label): option for label, option in labels.items()}
+    values = [label for label, option in shown.items() if option in remembered(name)]
+    one = next(iter([*values, *(label for label, option in shown.items() if option == default), *shown]), None)
+    settings |= {"options": shown, "value": values if kind == "multiselect" else one}
     return getattr(marimo.ui, kind)(label=name, on_change=remember(name), **settings)

@@ -2,7 +2,7 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mlx_runtime.companions.ui.tables import FileCache
 from mlx_runtime.errors import StorageError
@@ -19,13 +19,8 @@ MOST_BYTES = 16 << 20
 
 EVENTS = FileCache(20)
 
-
-class Written(NamedTuple):
-    """An image, as bytes, or a text."""
-
-    tag: str
-    step: int
-    content: bytes | str
+Written = tuple[str, int, bytes | str]
+"""Name, step, and an image or a text."""
 
 
 def read_written(folder: RunFolder) -> list[Written]:
@@ -58,12 +53,12 @@ def _read(folder: RunFolder, names: list[str]) -> list[Written]:
             raise StorageError(f"the event files of {folder.title} are damaged: {type(error).__name__}") from error
         tags = events.Tags()
         images = [
-            Written(tag, item.step, item.encoded_image_string)
+            (tag, item.step, item.encoded_image_string)
             for tag in tags["images"]
             for item in events.Images(tag)[-LATEST:]
         ]
         texts = [
-            Written(tag, item.step, b"\n".join(item.tensor_proto.string_val).decode(errors="replace"))
+            (tag, item.step, b"\n".join(item.tensor_proto.string_val).decode(errors="replace"))
             for tag in tags["tensors"]
             if events.SummaryMetadata(tag).plugin_data.plugin_name == "text"
             for item in events.Tensors(tag)[-LATEST:]

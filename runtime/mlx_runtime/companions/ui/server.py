@@ -87,6 +87,6 @@ def serve(roots: Sequence[str], *, host: str, port: int, token: str | None, edit
     for root in roots:
         storage(root).read()  # while the browser starts
     options = ["--host", host, "--port", str(port), "--token-password", secret, "--headless"]
-    storages = [word for root in roots for word in ("--storage", root)]
+    storages = [f"--storage={root}" for root in roots]  # in one word, because marimo looks for "="
     verb = ["edit", "--skip-update-check"] if edit else ["run", "--no-check", "--show-tracebacks"]
     main(["-q", "-y", *verb, "--no-sandbox", *options, str(page), "--", *storages], prog_name="marimo")

@@ -232,6 +232,6 @@ def _cells(row: Row) -> dict[str, Any]:
     """Return the cells of a run by column."""
     fields = row.fields()
     spread = {name: fields.pop(name) or {} for name in SPREAD}
-    return fields | {
-        f"{name}.{key}": value for name, values in spread.items() for key, value in [*values.items()][:MOST_VALUES]
-    }
+    for name, values in spread.items():
+        fields |= {f"{name}.{key}": value for key, value in [*values.items()][:MOST_VALUES]}
+    return fields

@@ -20,7 +20,6 @@ from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.runs.logs import log_name
 from mlx_runtime.runs.queries.listing import summarize
 from mlx_runtime.runs.records import LIVING
-from mlx_runtime.runs.tables import format_duration
 from mlx_runtime.storage.files import storage_at
 
 LOG_BYTES = 64 << 10
@@ -35,10 +34,8 @@ MAIN = 6
 """Number of charts if no metrics are chosen."""
 
 
-def overview(
-    runs: pandas.DataFrame, columns: Sequence[str], search: str, sort: str, order: str
-) -> tuple[pandas.DataFrame, pandas.DataFrame]:
-    """Return the list of the runs that contain all words of a search, and another one of those that train now.
+def overview(runs: pandas.DataFrame, columns: Sequence[str]) -> tuple[pandas.DataFrame, pandas.DataFrame]:
+    """Return the list of runs, and another one of those that train now, both newest first.
 
     The numbers of runs that train are in the second one alone, so that the first one stays as it is for a while.
     `#` is the position of a row, and `place` the folder of its run.
@@ -46,7 +43,7 @@ def overview(
     last = pandas.Series(index=runs.index, dtype=float)
     for metric in runs["monitor"].dropna().unique():
         last = runs[f"metrics.{metric}"].where(runs["monitor"] == metric, last) if f"metrics.{metric}" in runs else last
-    shown = pandas.DataFrame(
+    listed = pandas.DataFrame(
         {
             "run": runs["experiment"] + "/" + runs["run"],
             "status": runs["status"],
@@ -57,29 +54,17 @@ def overview(
             "tags": runs["tags"].map(", ".join),
             "note": runs["note"],
             "start": runs["start"].map(lambda time: time[:19].replace("T", " ") if isinstance(time, str) else None),
-            "duration": runs["duration_s"].map(format_duration),
+            "minutes": (runs["duration_s"] / 60).round(1),
             "place": runs["place"],
+            "#": range(len(runs)),
         }
         | {name: runs[name] for name in columns if name in runs},
     )
-    if words := search.lower().split():
-        lines = (" ".join(map(str, row)).lower() for row in shown.itertuples(index=False))
-        shown = shown[[all(word in line for word in words) for line in lines]]
-    living = shown["status"].isin(LIVING)
-    live = shown[living].drop(columns="place")
-    moving = ["epoch", "best", "last", "duration", *(name for name in columns if name.startswith("metrics."))]
-    shown[[name for name in moving if name in shown]] = shown[[name for name in moving if name in shown]].mask(living)
-    by = runs["duration_s"] if sort == "duration" else shown[sort] if sort in shown else runs["start"]
-    by = by.loc[shown.index].sort_values(ascending=order == "ascending", kind="stable", key=_sortable)
-    listed: pandas.DataFrame = shown.loc[by.index].reset_index(drop=True)
-    listed["#"] = range(len(listed))
+    living = listed["status"].isin(LIVING)
+    moving = [name for name in listed if name in ("epoch", "best", "last", "minutes") or name.startswith("metrics.")]
+    live = listed[living].drop(columns=["place", "#"])
+    listed[moving] = listed[moving].mask(living)
     return listed, live
-
-
-def _sortable(values: pandas.Series) -> pandas.Series:
-    """Return values as numbers if all of them are, otherwise as text."""
-    numbers: pandas.Series = pandas.to_numeric(values, errors="coerce")
-    return numbers if numbers.notna().sum() == values.notna().sum() else values.astype(str)
 
 
 def labels(runs: pandas.DataFrame) -> dict[str, str]:
@@ -88,12 +73,10 @@ def labels(runs: pandas.DataFrame) -> dict[str, str]:
     return dict(zip(runs["place"], names.mask(names.duplicated(keep=False), runs["place"]), strict=True))
 
 
-def main_metrics(runs: pandas.DataFrame) -> list[str] | None:
+def main_metrics(runs: pandas.DataFrame) -> list[str]:
     """Return the metrics that are shown without a choice: the monitored ones, or else the first results."""
-    if monitored := [*runs["monitor"].dropna().unique()]:
-        return monitored
     known = [name.removeprefix("metrics.") for name in runs if name.startswith("metrics.") and runs[name].notna().any()]
-    return [name for name in known if not OF_TRAINING.match(name)][:MAIN] or None
+    return [*runs["monitor"].dropna().unique()] or [name for name in known if not OF_TRAINING.match(name)][:MAIN]
 
 
 def differences(runs: pandas.DataFrame) -> list[Any]:
@@ -154,10 +137,10 @@ def _log(folder: RunFolder) -> str:
 
 def _written(folder: RunFolder) -> list[Any]:
     return [
-        elements.picture(item.content, f"{item.tag}, step {item.step}")
-        if isinstance(item.content, bytes)
-        else elements.text(f"{item.tag}, step {item.step}:\n{item.content}")
-        for item in read_written(folder)
+        elements.picture(content, f"{tag}, step {step}")
+        if isinstance(content, bytes)
+        else elements.text(f"{tag}, step {step}:\n{content}")
+        for tag, step, content in read_written(folder)
     ]
 
 
