@@ -83,8 +83,8 @@ def differences(runs: pandas.DataFrame) -> list[Any]:
     """Show what differs between runs: values of the table of runs and, for the first two, their code."""
     if len(runs) < 2:
         return [marimo.plain_text("Choose two or more runs in the list.")]
-    compared = runs.head(COMPARED).drop(columns=["run", "place"])
-    values = compared.set_axis([*labels(runs).values()][:COMPARED]).T.map(str)
+    compared = runs.head(COMPARED).set_axis([*labels(runs).values()][:COMPARED])
+    values = compared.drop(columns=["run", "place"]).astype(object).T.fillna("-").map(str)
     differing = values[values.nunique(axis=1) > 1].reset_index(names="")
     first, second = (folder_of(place) for place in runs["place"].head(2))
     return [

@@ -242,13 +242,14 @@ def test_each_view_of_runs(browser: Browser, serve: Serve, storage: Path, tmp_pa
     page.until(f"{ELEMENTS}('.js-plotly-plot').some(plot => plot.layout.xaxis.range[1] > 99000)")
     show(page, 2)
     shows(page, "config.cfg.seed")
-    shows(page, "-WIDTH = ")
     shutil.rmtree(other)
     shows(page, f"{other} cannot be read: there is no storage")
 
     choice = {"run": [str(first), str(second)], "mean by": ["config.lr"], "x": "epoch", "of": str(second)}
     page = opened(browser, url, tab="Curves", **choice)
     shows(page, "lr = 0.1000")
+    show(page, 2)
+    shows(page, "-WIDTH = 2")
     show(page, 4)
     shows(page, "Parallel coordinates")
     shows(page, "Importance of parameters")
