@@ -19,7 +19,7 @@ EXTRAS = {
     "marimo": "ui",
     "mlflow": "mlflow",
     "numpy": "train",
-    "pandas": "train",
+    "pandas": "ui",
     "plotly": "views",
     "ray": "train",
     "safetensors": "export",
