@@ -212,9 +212,19 @@ def curve(first: int, end: int) -> list[dict[str, float]]:
     ]
 
 
+def own_page(folder: Path, old: str, new: str) -> None:
+    """Make an experiment's own page of the packaged one."""
+    (folder / "src").mkdir()
+    (folder / "src/conf.yaml").touch()
+    page = server.PACKAGED.read_text()
+    assert page.count(old) == 1
+    (folder / "dashboard.py").write_text(page.replace(old, new))
+
+
 @pytest.mark.timeout(900)
 def test_each_view_of_runs(browser: Browser, serve: Serve, storage: Path, tmp_path: Path) -> None:
     """What cannot be read is named, next to all else; a choice is in the URL; a live run is followed."""
+    own_page(tmp_path, 'default_interval="10s"', 'default_interval="2s"')
     other = tmp_path / "other"
     records.Record(claim_run(str(other), "shapes"), status="FAILED", monitor="val/loss", start=documents.now())
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -228,7 +238,7 @@ def test_each_view_of_runs(browser: Browser, serve: Serve, storage: Path, tmp_pa
     shows(page, "Training now")
     page.until(f"{ELEMENTS}('td button[role=checkbox]').length >= 3")
     page.evaluate(f"{ELEMENTS}('td button[role=checkbox]')[0].setAttribute('data-old', '')")
-    revise(second, epoch=1, epochs=3, metrics={"val/loss": 0.4321})
+    revise(second, epoch=1, epochs=3, metrics={"val/loss": 0.4321, "lr/adam": 0.1})
     shows(page, "0.4321")  # of the run that trains, while the list is as it was
     for number in range(3):
         assert page.evaluate(f"{ELEMENTS}('td button[role=checkbox]')[0].hasAttribute('data-old')")
@@ -359,11 +369,7 @@ def test_an_error_in_a_page_is_shown_in_its_own_cell(
     browser: Browser, serve: Serve, storage: Path, tmp_path: Path
 ) -> None:
     """Without the error of the third cell, everything else works."""
-    own = tmp_path / "dashboard.py"
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src/conf.yaml").touch()
-    shutil.copy(server.PACKAGED, own)
-    own.write_text(own.read_text().replace("    mo.vstack(views.differences(chosen))", "    mo.vstack(1 / 0)"))
+    own_page(tmp_path, "    mo.vstack(views.differences(chosen))", "    mo.vstack(1 / 0)")
     page = opened(browser, serve(storage), tab="Differences")
     shows(page, "ZeroDivisionError")
     shows(page, "broken/run_001/run.json")
