@@ -19,7 +19,7 @@ EXTRAS = {
     "marimo": "ui",
     "mlflow": "mlflow",
     "numpy": "train",
-    "pandas": "ui",
+    "pandas": "train",
     "plotly": "views",
     "ray": "train",
     "safetensors": "export",

@@ -8,6 +8,7 @@ import click
 from mlx_runtime.cli import options
 from mlx_runtime.cli.options import say, word
 from mlx_runtime.errors import UsageError
+from mlx_runtime.extras import require
 from mlx_runtime.runs import records
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.storage.files import join_path, storage_at, storage_errors, to_json
@@ -52,6 +53,7 @@ def xp_ui(
     MLX_UI_TOKEN, it is yours.
     """
     token = os.environ.pop("MLX_UI_TOKEN", None)  # processes that the page starts do not get it
+    require("marimo", "the page")  # first, because its extra brings all others
     from mlx_runtime.companions.ui import export as pages
     from mlx_runtime.companions.ui import server
     from mlx_runtime.companions.ui.tables import roots

@@ -62,10 +62,9 @@ def serve(roots: Sequence[str], *, host: str, port: int, token: str | None, edit
     Raises:
         UsageError: the port is not free; a host that other machines reach without a token that was chosen; or there is
             no dashboard.py to edit.
-        MissingLibraryError: marimo is not installed.
+        MissingLibraryError: Plotly is not installed.
     """
-    for library in ("marimo", "pandas", "plotly"):
-        require(library, "the page")
+    require("plotly", "the page")
     loopback = host == "localhost"
     with contextlib.suppress(ValueError):  # a name
         loopback = loopback or ipaddress.ip_address(host).is_loopback
