@@ -49,7 +49,7 @@ COMPANIONS = {
     "surgery": Companion(("data upgrade", "train upgrade")),
     "sweeps": Companion(("train sweep",)),
     "torchrun": Companion(("train join",)),
-    "ui": Companion(("train draw",)),
+    "ui": Companion(("train draw", "xp tag", "xp ui")),
     "views": Companion(("xp compare", "xp diff", "xp report")),
 }
 """Companions by the name of their folder."""
