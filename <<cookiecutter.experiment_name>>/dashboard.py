@@ -13,17 +13,19 @@ def _():
 
 @app.cell
 def _():
-    from pathlib import Path
+    import pathlib
 
     from mlx_runtime import metrics_table
     from mlx_runtime.companions.ui import charts, drawing, elements, storages, views
 
-    return Path, charts, drawing, elements, metrics_table, storages, views
+    return pathlib, charts, drawing, elements, metrics_table, storages, views
 
 
 @app.cell
 def _(elements, mo):
-    tab = elements.choice("radio", "tab", ["Runs", "Curves", "Differences", "Run", "Sweep", "Drawing"], "Runs", inline=True)
+    tab = elements.choice(
+        "radio", "tab", ["Runs", "Curves", "Differences", "Run", "Sweep", "Drawing"], "Runs", inline=True
+    )
     refresh = mo.ui.refresh(options=["2s", "10s", "1m"], default_interval="10s")
     get_runs, set_runs = mo.state(None)  # all runs
     get_columns, set_columns = mo.state([])  # the columns of their table
@@ -155,9 +157,9 @@ def _(mo, sweep, views):
 
 
 @app.cell
-def _(Path, drawing, mo, tab):
+def _(drawing, mo, pathlib, tab):
     mo.stop(tab.value != "Drawing")
-    drawing.drawing_tab(Path.cwd())
+    drawing.drawing_tab(pathlib.Path.cwd())
     return
 
 
