@@ -3,6 +3,7 @@
 import base64
 import functools
 import html
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -37,8 +38,22 @@ def table(rows: pandas.DataFrame, **settings: Any) -> Any:
     for name, values in shown.items():
         if values.dtype == object or values.dtype == "str":
             shown[name] = [value if isinstance(value, bool | int | float) else _cell(value) for value in values]
-    settings = {"selection": None, "show_download": False, "show_data_types": False, "max_columns": None} | settings
+    numbers = {name: _number for name, values in shown.items() if values.dtype == "float64"}
+    settings = {
+        "selection": None,
+        "format_mapping": numbers,
+        "show_download": False,
+        "show_data_types": False,
+        "max_columns": None,
+    } | settings
     return marimo.ui.table(shown, show_column_summaries=False, **settings)
+
+
+def _number(value: Any) -> str:
+    """Return a number with six digits, or nothing for a missing one."""
+    if not isinstance(value, float) or math.isnan(value):
+        return ""
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.6g}"
 
 
 def _cell(value: object) -> str | None:
