@@ -46,6 +46,7 @@ COMPANIONS = {
     "sharding": Companion(("xp consolidate",)),
     "slurm": Companion(jobs=Jobs(("slurm",), "slurm.queue", "launch --slurm", requeues=True)),
     "stores": Companion(),
+    "surgery": Companion(("train prove",)),
     "sweeps": Companion(("train sweep",)),
     "torchrun": Companion(("train join",)),
     "views": Companion(("xp diff", "xp report")),

@@ -1,0 +1,53 @@
+"""The command that proves experiments."""
+
+import random
+import sys
+from typing import Any
+
+import click
+
+from mlx_runtime.cli import commands, options
+from mlx_runtime.cli.options import say
+from mlx_runtime.cli.verbs import projects
+from mlx_runtime.config.projects import AN_EXPERIMENT
+from mlx_runtime.driver.arguments import Request
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.files import to_json
+
+
+@click.command("prove", context_settings=commands.OVERRIDES)
+@click.option("--seed", type=click.IntRange(min=0), help="Of the kills. Default: a random one, which is printed.")
+@click.option("--kills", metavar="N", type=click.IntRange(min=1), default=3, show_default=True, help="Number of kills.")
+@options.json
+@options.verbosity
+@commands.variant_option
+@click.argument("overrides", nargs=-1)
+def train_prove(
+    seed: int | None, kills: int, as_json: bool, variants: tuple[str, ...], overrides: tuple[str, ...]
+) -> None:
+    """Prove that this experiment resumes exactly, and trains alike with 2 workers and 1. Exit with 1 if it does not.
+
+    Short runs in a temporary folder are compared: uninterrupted twice, killed and resumed, and with 2 workers and 1.
+    """
+    request, quiet = Request.of(overrides, variants=variants), as_json or Settings.read().quiet
+    _, experiment = projects.load(AN_EXPERIMENT, request.overrides, "prove")
+    from mlx_runtime.companions.surgery import proving
+
+    seed = random.randrange(10_000) if seed is None else seed
+    report: Any = (lambda line: None) if quiet else (lambda line: say(line, err=True))
+    report(f"seed      {seed}")
+    proof = proving.Prover(experiment, request, seed=seed, kills=kills, say=report).prove()
+    if as_json:
+        checks = [{**vars(check), "by_design": check.by_design} for check in proof.checks]
+        found = {"experiment": proof.experiment, "seed": seed, "holds": proof.holds, "checks": checks}
+        click.echo(to_json(found | {"badge": proof.badge, "folder": proof.folder and str(proof.folder)}), nl=False)
+    else:
+        for check in proof.checks:
+            verdict = {True: "holds", False: "FAILS", None: "skipped"}[check.holds]
+            say(f"{verdict:<9} {check.name}: {check.text}")
+            for cause in check.causes:
+                say(f"  cause   {cause}")
+            for item in check.by_design:
+                say(f"  differs by design: {item}")
+        say(f"runs      {proof.folder}" if proof.folder else f"badge     {proof.badge}")
+    sys.exit(0 if proof.holds else 1)
