@@ -2,7 +2,7 @@
 
 import random
 import sys
-from typing import Any
+from functools import partial
 
 import click
 
@@ -13,6 +13,8 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import to_json
+
+OUTCOMES = {True: "holds", False: "FAILS", None: "skipped"}
 
 
 @click.command("prove", context_settings=commands.OVERRIDES)
@@ -34,20 +36,17 @@ def train_prove(
     from mlx_runtime.companions.surgery import proving
 
     seed = random.randrange(10_000) if seed is None else seed
-    report: Any = (lambda line: None) if quiet else (lambda line: say(line, err=True))
+    report = partial(say, err=True) if not quiet else lambda line: None
     report(f"seed      {seed}")
     proof = proving.Prover(experiment, request, seed=seed, kills=kills, say=report).prove()
     if as_json:
-        checks = [{**vars(check), "by_design": check.by_design} for check in proof.checks]
-        found = {"experiment": proof.experiment, "seed": seed, "holds": proof.holds, "checks": checks}
-        click.echo(to_json(found | {"badge": proof.badge, "folder": proof.folder and str(proof.folder)}), nl=False)
+        checks = [{**vars(check), "by_design": proving.BY_DESIGN[check.name]} for check in proof.checks]
+        click.echo(to_json({**vars(proof), "checks": checks, "holds": proof.holds, "badge": proof.badge}), nl=False)
     else:
         for check in proof.checks:
-            verdict = {True: "holds", False: "FAILS", None: "skipped"}[check.holds]
-            say(f"{verdict:<9} {check.name}: {check.text}")
-            for cause in check.causes:
-                say(f"  cause   {cause}")
-            for item in check.by_design:
-                say(f"  differs by design: {item}")
+            say(f"{OUTCOMES[check.holds]:<9} {check.name}: {check.text}")
+            for title, items in (("cause", check.causes), ("design", proving.BY_DESIGN[check.name])):
+                for item in items:
+                    say(f"  {title:<7} {item}")
         say(f"runs      {proof.folder}" if proof.folder else f"badge     {proof.badge}")
-    sys.exit(0 if proof.holds else 1)
+    sys.exit(not proof.holds)

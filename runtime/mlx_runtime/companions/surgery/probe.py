@@ -1,16 +1,15 @@
 """The probe of a proof: in each worker, it notes what every update has read, drawn and changed, and kills processes."""
 
-import collections
 import hashlib
 import json
 import os
-import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from types import FrameType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,17 +19,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mlx_runtime.distributed import randomness
+from mlx_runtime.distributed.randomness import GENERATORS, random_state_dict
 from mlx_runtime.distributed.wrapping import unwrap, whole
-from mlx_runtime.events import RunInfo
-from mlx_runtime.loop.context import Groups
+from mlx_runtime.loop.context import GROUPS, Groups
 from mlx_runtime.loop.experiment import BaseModule
 
-ELEMENTS = 1_000_000
-"""Number of elements of a tensor that are compared at each update; checkpoints are compared whole."""
-
-ITEMS, DEPTH = 500, 8
-"""Limits of the objects that are searched for values which checkpoints lack."""
+DRIVER = "MLX_PROOF_DRIVER"
+"""Environment variable of workers: the process id of their driver."""
 
 KEPT = 3
 """Number of updates whose gradients are kept, to compare different numbers of workers."""
@@ -38,180 +33,146 @@ KEPT = 3
 CHECKPOINT_S = 30.0
 """Maximum wait for the first checkpoint before a kill."""
 
-KILLS, DRIVER = "kills.json", "driver.pid"
+ITEMS, DEPTH = 500, 8
+"""Limits of the objects in which values are searched that checkpoints lack."""
 
-_SEARCHED = ("datasets", "models", "losses", "metrics", "tools")
-_OF_MODULES = {*vars(nn.Module()), "training"}
-_LIBRARIES = ("torch.", "torchmetrics.", "numpy.")
+LOCAL = "local variable "
+"""Beginning of the names of such variables among these values."""
+
+_PLAIN = (type(None), int, float, complex, str, bytes, np.generic, np.ndarray, torch.Tensor, *GENERATORS)
 _SKIPPED = ("mlx_runtime", "torch.optim", "torch.distributed", "torch.utils.tensorboard", "logging", "threading")
+_LIBRARIES = ("torch.", "torchmetrics.")
 
 
 class Probe:
-    """A callback that writes a note about each update to `rank_R.jsonl`, and carries out the kills of `kills.json`.
+    """A callback that writes a note about each update to `rank_R.jsonl`, and kills workers and drivers.
 
     Args:
-        folder: folder of the notes and the run.
+        folder: folder of the notes.
         plain: turn off dropout, keep BatchNorm in eval mode, and keep the gradients of the first updates.
+        kills: global step, rank and victim (`worker` or `driver`) of each kill, in the order of steps.
     """
 
     _hook: ClassVar[Any] = None  # of the probe that was created last: a driver that trains creates two
 
-    def __init__(self, folder: str, plain: bool = False) -> None:
-        self.folder, self.plain = Path(folder), plain
-        self._read: dict[str, Any] = {}  # digest of all batches of a stage
-        self._rows = 0
-        self._updates: collections.Counter[int] = collections.Counter()  # by global step
+    def __init__(self, folder: str, plain: bool = False, kills: Sequence[Sequence[Any]] = ()) -> None:
+        self.folder, self.plain, self.kills = Path(folder), plain, kills
+        self._read, self._rows = hashlib.blake2b(), 0  # training batches since the last update
+        self._steps: list[int] = []  # of the updates so far
         if Probe._hook is not None:
             Probe._hook.remove()
-        Probe._hook = register_optimizer_step_post_hook(lambda optimizer, *_: self._updated(optimizer))
-
-    def on_run_start(self, run: RunInfo) -> None:
-        """Note the process of the driver, where this is called."""
-        (self.folder / DRIVER).write_text(str(os.getpid()))
+        Probe._hook = register_optimizer_step_post_hook(lambda *_: self._updated())
 
     def on_batch_start(self, experiment: BaseModule, stage: str, batch: Mapping[str, Any]) -> None:
-        seen = self._read.setdefault(stage, hashlib.blake2b())
-        for name, values in sorted(batch.items()):
-            seen.update(f"{name} {digest(values)}".encode())
-        self._rows += next((len(values) for values in batch.values() if hasattr(values, "__len__")), 0)
-        if self.plain:
-            for part in (part for model in Groups(experiment).modules for part in model.modules()):
-                if isinstance(part, _BatchNorm | _DropoutNd):
-                    part.eval()
-                if isinstance(getattr(part, "dropout", None), float):
-                    part.dropout = 0.0  # type: ignore[assignment]
+        if torch.is_grad_enabled():
+            self._read.update(str({name: digest(batch[name]) for name in sorted(batch)}).encode())
+            self._rows += next((len(item) for item in batch.values() if hasattr(item, "__len__")), 0)
+        for part in (part for model in Groups(experiment).modules for part in model.modules() if self.plain):
+            if isinstance(part, _BatchNorm | _DropoutNd):
+                part.eval()
+            elif isinstance(getattr(part, "dropout", None), float):
+                part.dropout = 0.0  # type: ignore[assignment]
 
-    def _updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note an update that has just been made, and kill this process or its driver if that is due."""
-        frames = [*_frames(sys._getframe())]
-        experiment = next((own for frame in frames if isinstance(own := frame.f_locals.get("self"), BaseModule)), None)
-        if experiment is None or (session := experiment._run) is None:
-            return
-        step, rank = session.progress.global_step, session.context.topology.rank
-        self._updates[step] += 1
-        models = {name: unwrap(model) for name, model in session.context.groups.members("models").items()}
-        named = {f"{name}.{key}": item for name, model in models.items() for key, item in model.named_parameters()}
-        mine = {id(item) for group in optimizer.param_groups for item in group["params"]}
-        found = {f"gradients.{key}": item.grad for key, item in named.items() if id(item) in mine}
-        state = {f"batches of {stage}": seen.hexdigest()[:12] for stage, seen in self._read.items()}
-        drawn = randomness.random_state_dict(session.context.topology.device)
-        state |= {f"random state of {name}": digest(value) for name, value in drawn.items()}
-        state |= {key: digest(item) for key, item in found.items() if item is not None}
-        state |= {f"models.{key}": digest(item) for key, item in named.items()}
-        hidden = dict(unsaved(session.context.groups, experiment, frames))
-        note = {"process": os.getpid(), "step": step, "number": self._updates[step], "rows": self._rows}
+    def _updated(self) -> None:
+        """Note an update of the loop that has just been made, and carry out the kill that is due."""
+        frame = sys._getframe()
+        while frame.f_code.co_name != "worker_loop":
+            if frame.f_back is None:
+                return
+            frame = frame.f_back
+        experiment, local = frame.f_locals["self"], frame.f_locals
+        context = experiment._run.context
+        step, rank = context.progress.global_step, context.topology.rank
+        self._steps.append(step)
+        models = {name: unwrap(model) for name, model in context.groups.members("models").items()}
+        weights = {f"{name}.{key}": item for name, model in models.items() for key, item in model.named_parameters()}
+        gradients = {key: whole(item.grad) for key, item in weights.items() if item.grad is not None}
+        drawn = random_state_dict(context.topology.device)
+        state = {"batch": self._read.hexdigest()[:16]}
+        state |= {
+            f"random state of {key}": digest(item) for key, item in random_state_dict(torch.device("cpu")).items()
+        }
+        state |= {f"gradient of {key}": digest(item) for key, item in gradients.items()}
+        state |= {f"models.{key}": digest(item) for key, item in weights.items()}
+        note = {"process": os.getpid(), "step": step, "number": self._steps.count(step), "rows": self._rows}
+        note |= {"state": state, "hidden": dict(unsaved(context.groups, local))}
         with (self.folder / f"rank_{rank}.jsonl").open("a") as file:
-            file.write(json.dumps(note | {"state": state, "hidden": hidden}) + "\n")
-        self._rows = 0
-        if self.plain and sum(self._updates.values()) <= KEPT:
-            kept = {key: whole(item).float().cpu().clone() for key, item in found.items() if item is not None}
-            if rank == 0:
-                torch.save(kept, self.folder / f"gradients_{sum(self._updates.values())}.pt")
-        self._kill(step, rank, Path(session.context.folder.checkpoints))
+            file.write(json.dumps(note) + "\n")
+        self._read, self._rows = hashlib.blake2b(), 0
+        if self.plain and rank == 0 and len(self._steps) <= KEPT:
+            kept = {key: item.float().cpu().clone() for key, item in gradients.items()}
+            torch.save(kept, self.folder / f"gradients_{len(self._steps)}.pt")
+        if [step, rank] in [kill[:2] for kill in self.kills]:
+            self._kill([kill[:2] for kill in self.kills].index([step, rank]), Path(context.folder.checkpoints))
 
-    def _kill(self, step: int, rank: int, checkpoints: Path) -> None:
-        """Carry out the kill of this worker at a step, once: a later attempt repeats the step."""
-        file = self.folder / KILLS
-        kills = json.loads(file.read_text()) if file.exists() else []
-        for number, kill in enumerate(kills):
-            done = self.folder / f"killed_{number}"
-            if (kill["step"], kill["rank"]) != (step, rank) or done.exists():
-                continue
-            deadline = time.monotonic() + CHECKPOINT_S
-            while not any(checkpoints.glob("[!.]*")) and time.monotonic() < deadline:  # else, nothing is restored
-                time.sleep(0.01)
-            done.touch()
-            os.kill(
-                os.getpid() if kill["victim"] == "worker" else int((self.folder / DRIVER).read_text()), signal.SIGKILL
-            )
-            time.sleep(CHECKPOINT_S)  # the death of its driver ends this process, too
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    def _kill(self, number: int, checkpoints: Path) -> None:
+        """Carry out a kill, once: a later attempt repeats the step."""
+        done, deadline = self.folder / f"killed_{number}", time.monotonic() + CHECKPOINT_S
+        if done.exists():
+            return
+        while not any(checkpoints.glob("[!.]*")) and time.monotonic() < deadline:  # otherwise, nothing is restored
+            time.sleep(0.01)
+        done.touch()
+        os.kill(int(os.environ[DRIVER]) if self.kills[number][2] == "driver" else os.getpid(), signal.SIGKILL)
+        time.sleep(CHECKPOINT_S)  # this process ends with its driver
 
 
 def digest(value: Any) -> str:
-    """Return a short text that differs if a value differs: numbers as they are, and hashes of anything longer."""
+    """Return a text that differs if a value differs in any bit: short values as they are, and hashes of others."""
+    if isinstance(value, GENERATORS):
+        own = value.bit_generator if isinstance(value, np.random.Generator) else value
+        state = getattr(own, "getstate", getattr(own, "get_state", lambda: own.state))
+        return f"generator {digest(state())}"
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return repr(value.item())
     if isinstance(value, torch.Tensor):
-        part = whole(value.detach()).flatten()[:ELEMENTS].contiguous().cpu()
-        content = part.view(torch.uint8).numpy().tobytes() if part.numel() else b""
-        if value.numel() == 1:
-            return repr(part.item())
-        return f"{tuple(value.shape)} {hashlib.blake2b(content, digest_size=6).hexdigest()}"
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return digest(torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy()))
-    if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value):
-        value = [digest(item) for item in value]
-    text = repr(value)
-    return text if len(text) <= 40 else hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+        part = whole(value.detach()).cpu().flatten().contiguous()
+        text = f"{tuple(value.shape)} {value.dtype} {_hash(part.view(torch.uint8).numpy() if len(part) else b'')}"
+    elif isinstance(value, np.ndarray):
+        text = f"{value.shape} {value.dtype} {_hash(value.tobytes())}"
+    else:
+        text = str([digest(item) for item in value]) if isinstance(value, list | tuple) else repr(value)
+    return text if len(text) < 60 else _hash(text.encode())
 
 
-def unsaved(groups: Groups, experiment: BaseModule, frames: list[FrameType]) -> Iterator[tuple[str, str]]:
+def _hash(content: Any) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def unsaved(groups: Groups, local: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the values that an update may depend on, besides parameters and buffers, with their digests.
 
-    They are attributes of the objects of an experiment and of the objects in them, numbers and generators of its
-    modules, and local variables of its loop.
+    They are the attributes of the objects of an experiment and of the objects in them, the variables of its modules,
+    and numbers and generators among the `local` variables of its loop.
     """
+    searched = [name for name in GROUPS if name not in ("cfg", "optimizers")]
+    found = {f"{group}.{name}": item for group in searched for name, item in groups.members(group).items()}
+    found |= {f"self.{name}": item for name, item in vars(groups.experiment).items() if name not in GROUPS}
+    package = type(groups.experiment).__module__.partition(".")[0]
+    for title, module in [item for item in sys.modules.items() if item[0].partition(".")[0] == package]:
+        found |= {f"{title}.{name}": item for name, item in vars(module).items() if not name.startswith("__")}
+    numbers = {name: item for name, item in local.items() if isinstance(item, (int, float, *GENERATORS))}
+    found |= {f"{LOCAL}{name}": item for name, item in numbers.items()}
     seen: set[int] = set()
-    for group in _SEARCHED:
-        for name, item in groups.members(group).items():
-            yield from _values(unwrap(item), f"{group}.{name}", seen)
-    for name, item in vars(experiment).items():
-        if name not in (*_SEARCHED, "cfg", "optimizers"):
-            yield from _values(item, f"self.{name}", seen)
-    package = type(experiment).__module__.partition(".")[0]
-    for title, module in list(sys.modules.items()):
-        if title.partition(".")[0] == package:
-            for name, item in list(vars(module).items()):
-                if not name.startswith("__"):
-                    yield from _values(item, f"{title}.{name}", seen, DEPTH - 1)
-    loop = next((frame for frame in frames if frame.f_code.co_name == "worker_loop"), None)
-    for name, item in (loop.f_locals if loop is not None else {}).items():
-        if isinstance(item, (*randomness.GENERATORS, int, float, torch.Tensor)):
-            yield f"local variable {name} of worker_loop", _content(item)
+    for name, item in found.items():
+        yield from values(item, name, seen, ITEMS)
 
 
-def _values(item: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the values in an object by name, each object once."""
+def values(item: Any, name: str, seen: set[int], items: int | None = None, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield the names and digests of the values in an object, each object once; of long ones, the first `items`."""
+    item = unwrap(item)
     kind = type(item)
-    if isinstance(item, type | ModuleType | FunctionType) or kind.__module__.startswith(_SKIPPED):
-        return
-    plain = item is None or isinstance(item, bool | int | float | complex | str | bytes | np.generic | np.ndarray)
-    if plain or isinstance(item, (torch.Tensor, *randomness.GENERATORS)):
-        yield name, _content(item)
-        return
-    if id(item) in seen or depth > DEPTH:
-        return
-    seen.add(id(item))
-    if isinstance(item, dict | list | tuple | set | collections.deque):
-        parts = item.items() if isinstance(item, dict) else enumerate(item)
-        inner = {f"{name}[{key!r}]": part for (key, part), _ in zip(parts, range(ITEMS), strict=False)}
-        inner[f"len({name})"] = len(item)
-    elif isinstance(item, nn.Module):
-        kept = item.state_dict(keep_vars=True)
-        inner = {key: part for key, part in vars(item).items() if key not in _OF_MODULES}
-        inner |= {key: part for key, part in item._buffers.items() if key not in kept} | item._modules
-        inner = {f"{name}.{key}": part for key, part in inner.items() if _is_own(kind, key)}
-    else:
-        inner = {f"{name}.{key}": part for key, part in getattr(item, "__dict__", {}).items() if _is_own(kind, key)}
-    for key, part in inner.items():
-        yield from _values(part, key, seen, depth + 1)
-
-
-def _is_own(kind: type, attribute: str) -> bool:
-    """Return False for the private attributes of libraries, such as caches."""
-    return not (attribute.startswith("_") and kind.__module__.startswith(_LIBRARIES))
-
-
-def _content(item: Any) -> str:
-    """Return the digest of a value; that of a random generator begins with `generator`."""
-    if isinstance(item, torch.Generator):
-        return f"generator {digest(item.get_state())}"
-    if isinstance(item, np.random.Generator):
-        return f"generator {digest(repr(item.bit_generator.state))}"
-    if isinstance(item, random.Random | np.random.RandomState):
-        return f"generator {digest(repr(item.getstate() if isinstance(item, random.Random) else item.get_state()))}"
-    return digest(item)
+    if isinstance(item, _PLAIN):
+        yield name, digest(item)
+    elif id(item) not in seen and depth < DEPTH and not kind.__module__.startswith(_SKIPPED):
+        seen.add(id(item))
+        inner: Any = {} if isinstance(item, type | ModuleType | FunctionType) else getattr(item, "__dict__", {}).items()
+        if isinstance(item, dict | list | tuple):
+            inner = item.items() if isinstance(item, dict) else enumerate(item)
+        elif isinstance(item, nn.Module):
+            kept = {*item.state_dict(keep_vars=True), *vars(nn.Module()), "training"}
+            inner = [*inner, *item._buffers.items(), *item._modules.items()]
+            inner = [(key, part) for key, part in inner if key not in kept]
+        for key, part in islice(inner, items):
+            if not (str(key).startswith("_") and kind.__module__.startswith(_LIBRARIES)):
+                yield from values(part, f"{name}.{key}".lstrip("."), seen, items, depth + 1)
