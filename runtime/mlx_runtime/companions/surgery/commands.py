@@ -1,7 +1,9 @@
 """The command that proves experiments."""
 
+import contextlib
 import random
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import click
@@ -18,7 +20,7 @@ OUTCOMES = {True: "holds", False: "FAILS", None: "skipped"}
 
 
 @click.command("prove", context_settings=commands.OVERRIDES)
-@click.option("--seed", type=click.IntRange(min=0), help="Of the kills. Default: a random one, which is printed.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the moments of the kills. Default: a random one.")
 @click.option("--kills", metavar="N", type=click.IntRange(min=1), default=3, show_default=True, help="Number of kills.")
 @options.json
 @options.verbosity
@@ -31,13 +33,13 @@ def train_prove(
 
     Short runs in a temporary folder are compared: uninterrupted twice, killed and resumed, and with 2 workers and 1.
     """
-    request, quiet = Request.of(overrides, variants=variants), as_json or Settings.read().quiet
-    _, experiment = projects.load(AN_EXPERIMENT, request.overrides, "prove")
+    request = Request.of(overrides, variants=variants)
+    with contextlib.redirect_stdout(sys.stderr):
+        _, experiment = projects.load(AN_EXPERIMENT, request.overrides, "prove")
     from mlx_runtime.companions.surgery import proving
 
     seed = random.randrange(10_000) if seed is None else seed
-    report = partial(say, err=True) if not quiet else lambda line: None
-    report(f"seed      {seed}")
+    report: Callable[[str], object] = str if Settings.read().quiet else partial(say, err=True)
     proof = proving.Prover(experiment, request, seed=seed, kills=kills, say=report).prove()
     if as_json:
         checks = [{**vars(check), "by_design": proving.BY_DESIGN[check.name]} for check in proof.checks]

@@ -89,9 +89,7 @@ class Probe:
         gradients = {key: whole(item.grad) for key, item in weights.items() if item.grad is not None}
         drawn = random_state_dict(context.topology.device)
         state = {"batch": self._read.hexdigest()[:16]}
-        state |= {
-            f"random state of {key}": digest(item) for key, item in random_state_dict(torch.device("cpu")).items()
-        }
+        state |= {f"random state of {key}": digest(item) for key, item in drawn.items()}
         state |= {f"gradient of {key}": digest(item) for key, item in gradients.items()}
         state |= {f"models.{key}": digest(item) for key, item in weights.items()}
         note = {"process": os.getpid(), "step": step, "number": self._steps.count(step), "rows": self._rows}
@@ -120,7 +118,7 @@ class Probe:
 def digest(value: Any) -> str:
     """Return a text that differs if a value differs in any bit: short values as they are, and hashes of others."""
     if isinstance(value, GENERATORS):
-        own = value.bit_generator if isinstance(value, np.random.Generator) else value
+        own: Any = value.bit_generator if isinstance(value, np.random.Generator) else value
         state = getattr(own, "getstate", getattr(own, "get_state", lambda: own.state))
         return f"generator {digest(state())}"
     if isinstance(value, torch.Tensor) and value.numel() == 1:

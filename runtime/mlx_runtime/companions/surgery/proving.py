@@ -47,7 +47,11 @@ NOT_DETERMINISTIC = re.compile(r"(\w+) does not have a deterministic implementat
 
 BY_DESIGN = {
     "deterministic": (),
-    "resume": ("times and rates in metrics.jsonl", "trackers and callbacks, which are left out here"),
+    "resume": (
+        "times and rates in metrics.jsonl",
+        "trackers and callbacks, which are left out here",
+        "the interrupted epoch of a loop without a loader, which is repeated",
+    ),
     "workers": (
         "dropout, which is off here: each worker draws its own random numbers",
         "BatchNorm, which is in eval mode here: each worker normalizes its own rows",
@@ -160,17 +164,19 @@ class Prover:
     """
 
     def __init__(
-        self, experiment: type, request: Request, *, seed: int, kills: int, say: Callable[[str], None]
+        self, experiment: type, request: Request, *, seed: int, kills: int, say: Callable[[str], object]
     ) -> None:
         self._config, self._request, self._seed = load_config(experiment, request), request, seed
         self._kills, self._say, self._numbers = kills, say, itertools.count()
         cfg = self._config.cfg
         if stream_names(self._config.tree) or engine_for(cfg)[0] not in ("local", "in_process"):
             raise ConfigError("prove trains on this machine without Ray: leave out cfg.engine, and streams of Ray Data")
-        limits = {"debug.limit_batches": BATCHES * cfg.accumulate_grad_batches, "num_epochs": 2, "hub.mirror": "null"}
-        limits |= {"log_every_steps": 1, "checkpoint_every_steps": EVERY, "keep_checkpoints": 99}
-        limits |= {"max_steps": 2 * BATCHES} if cfg.max_steps is not None else {}
-        limits |= {"evaluate_every_steps": 5} if cfg.evaluate_every_steps is not None else {}
+        limits = {
+            **{"debug.limit_batches": BATCHES * cfg.accumulate_grad_batches, "num_epochs": 2, "hub.mirror": "null"},
+            **{"log_every_steps": 1, "checkpoint_every_steps": EVERY, "keep_checkpoints": 99},
+            "max_steps": "null" if cfg.max_steps is None else 2 * BATCHES,
+            "evaluate_every_steps": "null" if cfg.evaluate_every_steps is None else 5,
+        }
         self._short = tuple(f"++cfg.{name}={value}" for name, value in limits.items())
 
     def prove(self) -> Proof:
@@ -184,10 +190,9 @@ class Prover:
                 checks += [self._resume(whole), self._workers()]
         finally:
             self._server.close()
-        proof = Proof(self._config.cfg.name, self._seed, tuple(checks), str(self._folder))
-        if proof.holds:
+        if not (kept := any(check.holds is False for check in checks)):
             shutil.rmtree(self._folder)
-        return replace(proof, folder=None) if proof.holds else proof
+        return Proof(self._config.cfg.name, self._seed, tuple(checks), str(self._folder) if kept else None)
 
     def _job(self, name: str, *overrides: str, **probe: Any) -> RunJob:
         (folder := self._folder / name).mkdir()
@@ -209,9 +214,7 @@ class Prover:
         if code := self._train(job):
             raise MlxError(f"the run {name!r} failed, so nothing is proven: {_why(job, code)}; see {job.folder}")
         if not job.notes():
-            raise MlxError(
-                f"no optimizer of torch made an update in worker_loop, so nothing is proven; see {job.folder}"
-            )
+            raise MlxError(f"no optimizer has made an update in worker_loop, so nothing is proven; see {job.folder}")
         return job
 
     def _deterministic(self, whole: RunJob) -> Check:
@@ -227,12 +230,20 @@ class Prover:
 
     def _resume(self, whole: RunJob) -> Check:
         choice, notes = random.Random(self._seed), whole.notes()
-        steps = sorted({note["step"] for note in notes[0] if note["step"] > EVERY})
+        updates = sorted({note["step"] for note in notes[0]})
+        # A loop without a loader repeats an interrupted epoch, so it is exact only after whole ones.
+        first, every = (
+            (EVERY, ()) if notes[0][0]["rows"] else (len(updates) // 2, ("++cfg.checkpoint_every_steps=null",))
+        )
+        steps = [step for step in updates if step > updates[0] + first - 1]
         steps = sorted(choice.sample(steps, min(self._kills, len(steps))))
         kills = [[step, choice.randrange(len(notes)), ("worker", "driver")[n % 2]] for n, step in enumerate(steps)]
-        told = "killed in " + ", ".join(f"step {step} ({victim}, rank {rank})" for step, rank, victim in kills)
+        told = ", ".join(
+            f"step {step} ({victim if victim == 'driver' else f'rank {rank}'})" for step, rank, victim in kills
+        )
+        told = f"killed in {told} by --seed {self._seed}"
         self._say(f"training  {told}")
-        job = self._job("killed", "++cfg.elastic.max_failures=-1", kills=kills)
+        job = self._job("killed", "++cfg.elastic.max_failures=-1", *every, kills=kills)
         code = self._train(job)
         while code == -signal.SIGKILL:
             code = self._train(replace(job, request=Request(resume=str(job.run.path))))
@@ -241,18 +252,15 @@ class Prover:
         if (found := difference(whole, job)) is None:
             return Check("resume", True, f"{told}, and resumed: the same bits")
         causes = found[1] or ("a value that is neither in a checkpoint nor in an attribute",)
-        return Check("resume", False, f"{told}, and resumed: {found[0]} differs", causes)
+        return Check("resume", False, f"{told}, and resumed: the first difference is {found[0]}", causes)
 
     def _workers(self) -> Check:
         cfg, datasets = self._config.cfg, self._config.tree.get("datasets", {})
         if cfg.strategy == "pipeline" or cfg.replicas.every is not None:
-            return Check(
-                "workers", None, "with pipelines and averaged replicas, updates depend on the number of workers"
-            )
-        short = ["num_epochs=1", "checkpoint_every_steps=null", "elastic.min_workers=null", "elastic.max_workers=null"]
-        short = [
-            f"++cfg.{item}" for item in (*short, f"debug.limit_batches={BATCHES // 2 * cfg.accumulate_grad_batches}")
-        ]
+            return Check("workers", None, "updates of pipelines and averaged replicas depend on the number of workers")
+        batches = f"debug.limit_batches={BATCHES // 2 * cfg.accumulate_grad_batches}"
+        fixed = ("num_epochs=1", "checkpoint_every_steps=null", "elastic.min_workers=null", "elastic.max_workers=null")
+        short = [f"++cfg.{item}" for item in (batches, *fixed)]
         sizes = {name: node.get("batch_size") for name, node in datasets.items() if isinstance(node, dict)}
         doubled = [f"datasets.{name}.batch_size={2 * size}" for name, size in sizes.items() if isinstance(size, int)]
         two = self._whole("two workers", *short, "++cfg.start_workers=2", plain=True)
@@ -289,7 +297,8 @@ def unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 def difference(whole: RunJob, other: RunJob) -> Found | None:
     """Return the first difference between an uninterrupted run and another one; None if they are equal, bit for bit."""
     found = [(math.inf, f"{key} in the last checkpoint") for key in unlike(whole.state(), other.state())[:1]]
-    for a, b in itertools.zip_longest(whole.rows(), other.rows(), fillvalue={}):
+    nothing: dict[str, Any] = {}
+    for a, b in itertools.zip_longest(whole.rows(), other.rows(), fillvalue=nothing):
         found += [((a or b)["step"], f"metric {key} in step {(a or b)['step']}") for key in unlike(a, b)]
     if not found:
         return None
@@ -328,7 +337,7 @@ def unequal(one: RunJob, two: RunJob) -> Found | None:
             other = theirs.get(key, torch.zeros_like(gradient))
             if (other - gradient).norm() > tolerance * (gradient.norm() + tolerance * total):
                 ratio = float((gradient * other).sum() / gradient.square().sum())
-                cause = "it misses the rows of some workers: is the model prepared with prepare_model?"
+                cause = "workers use other rows, or weigh them otherwise: is the model prepared with prepare_model?"
                 if (other - ratio * gradient).norm() < 0.01 * other.norm():
                     cause = f"it is {ratio:.2g} times as large: return the mean of the loss over the rows, not the sum"
                 return f"gradient of {key} in update {number}", (cause,)
@@ -337,5 +346,7 @@ def unequal(one: RunJob, two: RunJob) -> Found | None:
             values = a.get(key, math.nan), b.get(key, math.nan)
             if not math.isclose(*values, rel_tol=10 * TOLERANCE, abs_tol=1e-6):
                 text = f"metric {key} in step {a['step']} is {values[1]:.6g}, and {values[0]:.6g} with one"
-                return text, ("each worker computes its own: use an object in metrics, which covers all workers",)
+                return text, (
+                    "it depends on which worker reads a row: use an object in metrics, whose workers are merged",
+                )
     return None
