@@ -101,8 +101,12 @@ class Experiment(BaseModule):
             for batch_idx, batch in enumerate(train):
                 answers = self.models.net(self.tools.noise(batch["x"]))
                 loss = self.losses.mse(answers, batch["y"])
+                if self.cfg.fault == "none":
+                    raise KeyError("none")
                 if self.cfg.fault == "sum":
                     loss = loss * len(answers)
+                if self.cfg.fault == "time":
+                    loss = loss * (1 + time.time_ns() % 1000 / 1e6)
                 if self.cfg.fault == "operation":
                     place = torch.tensor([0, 0])  # the last of two values wins, or the first
                     factors = torch.tensor([1.0, 1.0 + time.time_ns() % 1000 / 1e6])
@@ -116,5 +120,5 @@ class Experiment(BaseModule):
                     self.losses.mse.update(answers, batch["y"])
                     self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)
             if self.cfg.fault == "metric":
-                self.log({"largest": answers.max()})
+                self.log({"answer": answers.mean()})
             self.save_checkpoint(epoch=epoch)

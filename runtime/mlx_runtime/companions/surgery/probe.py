@@ -121,10 +121,12 @@ def digest(value: Any) -> str:
         own: Any = value.bit_generator if isinstance(value, np.random.Generator) else value
         state = getattr(own, "getstate", getattr(own, "get_state", lambda: own.state))
         return f"generator {digest(state())}"
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return repr(value.item())
     if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            return "meta"  # a part of a model that another worker holds
         part = whole(value.detach()).cpu().flatten().contiguous()
+        if len(part) == 1:
+            return repr(part.item())
         text = f"{tuple(value.shape)} {value.dtype} {_hash(part.view(torch.uint8).numpy() if len(part) else b'')}"
     elif isinstance(value, np.ndarray):
         text = f"{value.shape} {value.dtype} {_hash(value.tobytes())}"
