@@ -234,8 +234,9 @@ class Prover:
         first, often = EVERY, []
         if not notes[0][0]["rows"]:  # a loop without a loader repeats an interrupted epoch, which is then not the same
             first, often = len(updates) // 2, ["++cfg.checkpoint_every_steps=null"]
-        if not (steps := sorted(choice.sample(updates[first:], min(self._kills, len(updates) - first)))):
+        if not (late := updates[first:]):
             return Check("resume", None, "no update follows the first checkpoint")
+        steps = sorted(choice.sample(late, min(self._kills, len(late))))
         kills = [[step, choice.randrange(len(notes)), ("worker", "driver")[n % 2]] for n, step in enumerate(steps)]
         told = ", ".join(f"step {step} ({victim} of rank {rank})" for step, rank, victim in kills)
         told = f"killed in {told} by --seed {self._seed}"
