@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -80,13 +81,13 @@ class Probe:
             if frame.f_back is None:
                 return
             frame = frame.f_back
-        experiment, local = frame.f_locals["self"], frame.f_locals
-        context = experiment._run.context
+        local = frame.f_locals
+        context = local[frame.f_code.co_varnames[0]]._run.context
         step, rank = context.progress.global_step, context.topology.rank
         self._steps.append(step)
         models = {name: unwrap(model) for name, model in context.groups.members("models").items()}
         weights = {f"{name}.{key}": item for name, model in models.items() for key, item in model.named_parameters()}
-        gradients = {key: whole(item.grad) for key, item in weights.items() if item.grad is not None}
+        gradients = {key: whole(item.grad).to_dense() for key, item in weights.items() if item.grad is not None}
         drawn = random_state_dict(context.topology.device)
         state = {"batch": self._read.hexdigest()[:16]}
         state |= {f"random state of {key}": digest(item) for key, item in drawn.items()}
@@ -100,18 +101,19 @@ class Probe:
         if self.plain and rank == 0 and len(self._steps) <= KEPT:
             kept = {key: item.float().cpu().clone() for key, item in gradients.items()}
             torch.save(kept, self.folder / f"gradients_{len(self._steps)}.pt")
-        if [step, rank] in [kill[:2] for kill in self.kills]:
-            self._kill([kill[:2] for kill in self.kills].index([step, rank]), Path(context.folder.checkpoints))
+        for at, of_rank, victim in self.kills:
+            if (at, of_rank) == (step, rank):
+                self._kill(step, victim, Path(context.folder.checkpoints))
 
-    def _kill(self, number: int, checkpoints: Path) -> None:
+    def _kill(self, step: int, victim: str, checkpoints: Path) -> None:
         """Carry out a kill, once: a later attempt repeats the step."""
-        done, deadline = self.folder / f"killed_{number}", time.monotonic() + CHECKPOINT_S
+        done, deadline = self.folder / f"killed_{step}", time.monotonic() + CHECKPOINT_S
         if done.exists():
             return
         while not any(checkpoints.glob("[!.]*")) and time.monotonic() < deadline:  # otherwise, nothing is restored
             time.sleep(0.01)
         done.touch()
-        os.kill(int(os.environ[DRIVER]) if self.kills[number][2] == "driver" else os.getpid(), signal.SIGKILL)
+        os.kill(int(os.environ[DRIVER]) if victim == "driver" else os.getpid(), signal.SIGKILL)
         time.sleep(CHECKPOINT_S)  # this process ends with its driver
 
 
@@ -124,7 +126,7 @@ def digest(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return "meta"  # a part of a model that another worker holds
-        part = whole(value.detach()).cpu().flatten().contiguous()
+        part = whole(value.detach()).to_dense().cpu().flatten().contiguous()
         if len(part) == 1:
             return repr(part.item())
         text = f"{tuple(value.shape)} {value.dtype} {_hash(part.view(torch.uint8).numpy() if len(part) else b'')}"
@@ -167,7 +169,7 @@ def values(item: Any, name: str, seen: set[int], items: int | None = None, depth
     elif id(item) not in seen and depth < DEPTH and not kind.__module__.startswith(_SKIPPED):
         seen.add(id(item))
         inner: Any = {} if isinstance(item, type | ModuleType | FunctionType) else getattr(item, "__dict__", {}).items()
-        if isinstance(item, dict | list | tuple):
+        if isinstance(item, dict | list | tuple | deque):
             inner = item.items() if isinstance(item, dict) else enumerate(item)
         elif isinstance(item, nn.Module):
             kept = {*item.state_dict(keep_vars=True), *vars(nn.Module()), "training"}

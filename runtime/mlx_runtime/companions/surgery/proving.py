@@ -131,7 +131,7 @@ class RunJob:
         """Return the digests of the values in the last checkpoint, without paths and times."""
         store = CheckpointStore(self.run.checkpoints)
         state = {key: item for key, item in store.load(store.all()[-1]).items() if key not in ("config", "tracking")}
-        return dict(values(state, "", set()))
+        return dict(values(state, "", set(), depth=-100))  # without a limit
 
 
 def work(job: RunJob) -> int:
@@ -342,10 +342,8 @@ def unequal(one: RunJob, two: RunJob) -> Found | None:
                 return f"gradient of {key} in update {number}", (cause,)
     for a, b in zip(one.rows(), two.rows(), strict=False):
         for key in unlike(a, b):
-            values = a.get(key, math.nan), b.get(key, math.nan)
-            if not math.isclose(*values, rel_tol=10 * TOLERANCE, abs_tol=1e-6):
-                text = f"metric {key} in step {a['step']} is {values[1]:.6g}, and {values[0]:.6g} with one"
-                return text, (
-                    "it depends on which worker reads a row: use an object in metrics, whose workers are merged",
-                )
+            ours, theirs = (math.nan if row.get(key) is None else row[key] for row in (a, b))
+            if not math.isclose(ours, theirs, rel_tol=10 * TOLERANCE, abs_tol=1e-6):
+                text = f"metric {key} in step {a['step']} is {theirs:.6g}, and {ours:.6g} with one"
+                return text, ("it depends on which worker reads a row: use an object in metrics, which merges them",)
     return None
