@@ -188,6 +188,10 @@ class Prover:
             checks = [self._deterministic(whole)]
             if checks[0].holds:
                 checks += [self._resume(whole), self._workers()]
+        except KeyboardInterrupt:
+            self._server.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         finally:
             self._server.close()
         if not (kept := any(check.holds is False for check in checks)):
