@@ -247,8 +247,9 @@ class Prover:
         self._say(f"training  {told}")
         job = self._job("killed", "++cfg.elastic.max_failures=-1", *often, kills=kills)
         code = self._train(job)
-        while code == -signal.SIGKILL:
-            code = self._train(replace(job, request=Request(resume=str(job.run.path))))
+        for _ in kills:
+            if code == -signal.SIGKILL:
+                code = self._train(replace(job, request=Request(resume=str(job.run.path))))
         if code:
             return Check("resume", False, f"{told}: it could not be resumed: {_why(job, code)}")
         assert len([*job.folder.glob("killed_*")]) == len(kills), "each of them has been killed"
