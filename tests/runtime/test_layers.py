@@ -91,6 +91,7 @@ HOMES = {
     "omegaconf": {"config", "storage.documents"},
     "optuna": {"companions.sweeps.report", "companions.sweeps.study"},
     "orjson": {"companions.serving.http.bodies"},
+    "packaging": {"companions.surgery.upgrading"},
     "pathspec": {"runs.snapshots"},
     "plotly": {"companions.views.report"},
     "pyarrow": {

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, Mlx
-from test_generate import cookiecutter, files, repository  # noqa: F401 - a fixture
+from test_generate import RECORD, cookiecutter, files, repository  # noqa: F401 - a fixture
 from test_template import check, make
 
 pytestmark = pytest.mark.process
@@ -49,7 +49,7 @@ def test_every_way_makes_the_same_files(mlx: Mlx, request: pytest.FixtureRequest
     assert "Name of the data job" in done.stdout
     assert mlx(tmp_path, "data", "new", "alpha", "-o", "mlx").returncode == 0
     for way in ("url", "prompted", "mlx"):
-        assert files(tmp_path / way / "alpha") == FILES, way
+        assert files(tmp_path / way / "alpha") == sorted([RECORD, *FILES]), way
         for name in ("src/job.py", "README.md", "pyproject.toml"):
             assert (tmp_path / way / "alpha" / name).read_text() == (tmp_path / "url" / "alpha" / name).read_text()
     assert f"\nRUNTIME ?= mlx-runtime @ git+{origin}\\#subdirectory=runtime\n" in makefile(tmp_path / "url")

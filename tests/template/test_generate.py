@@ -1,5 +1,8 @@
 """Generating an experiment: with cookiecutter from a folder and from a git URL, and with `mlx`."""
 
+import hashlib
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +36,9 @@ FILES = [
     "src/tools.py",
     "tests/test_experiment.py",
 ]
+
+RECORD = ".mlx/template.json"
+"""Written by a hook, for `mlx train upgrade`."""
 
 
 def files(folder: Path) -> list[str]:
@@ -71,7 +77,7 @@ def test_every_way_makes_the_same_files(mlx: Mlx, repository: str, tmp_path: Pat
     assert mlx(tmp_path, "new", "alpha", "-o", "short").returncode == 0
     assert mlx(tmp_path, "train", "new", "alpha", "-o", "long").returncode == 0
     for way in ("url", "prompted", "short", "long"):
-        assert files(tmp_path / way / "alpha") == FILES, way
+        assert files(tmp_path / way / "alpha") == sorted([RECORD, *FILES]), way
         for name in ("src/experiment.py", "src/config.py", "README.md", "pyproject.toml"):
             assert (tmp_path / way / "alpha" / name).read_text() == (tmp_path / "url" / "alpha" / name).read_text()
     assert f"\nRUNTIME ?= mlx-runtime @ git+{repository}\\#subdirectory=runtime\n" in makefile(tmp_path / "url")
@@ -92,7 +98,14 @@ def test_no_template_syntax_is_left(baked: Path) -> None:
 def test_the_version_of_the_template_is_recorded_and_is_the_runtimes(baked: Path) -> None:
     import mlx_runtime
 
-    assert f'template_version = "{mlx_runtime.__version__}"' in (baked / "pyproject.toml").read_text()
+    record = json.loads((baked / RECORD).read_text())
+    assert (record["version"], record["context"]) == (mlx_runtime.__version__, {"experiment_name": "digits"})
+    assert [*record["files"]] == FILES
+    for name in FILES:
+        content, item = (baked / name).read_bytes(), record["files"][name]
+        digest = {"sha256": hashlib.sha256(content).hexdigest()}
+        lines = {"executable": False, "lines": content.decode().splitlines(keepends=True)}
+        assert item == (digest if name.startswith(("src/", "tests/", "notebook")) else lines)
 
 
 @pytest.mark.parametrize("name", ["9lives", "a/b"])
@@ -118,3 +131,30 @@ def test_an_existing_folder_is_kept(mlx: Mlx, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == "error: mine already exists; choose another name, or another folder with -o\n"
     assert files(tmp_path / "mine") == ["precious"]
+
+
+@pytest.mark.parametrize("template", ["", "data_job"])
+def test_only_what_is_rendered_is_recorded(baked: Path, tmp_path: Path, template: str) -> None:
+    """Not the files of a user over which it is rendered, and no newer template in place of the one before."""
+    name = "digits-shards" if template else "digits"
+    with_record, mine, cloned = (tmp_path / way / name for way in ("with_record", "mine", "cloned"))
+    shutil.copytree(baked, with_record)
+    (with_record / RECORD).write_text("that of an older template")
+    mine.mkdir(parents=True)
+    (mine / ".env").write_text("TOKEN=secret\n")
+    subprocess.run(["git", "init", "-q", cloned], check=True)
+    for folder in (with_record, mine, cloned):
+        done = cookiecutter(str(ROOT / template), folder.parent, "--no-input", "-f")
+        assert done.returncode == 0, done.stderr
+        assert (folder / "Makefile").is_file()
+    assert (with_record / RECORD).read_text() == "that of an older template"
+    assert not (mine / RECORD).exists()
+    recorded = json.loads((cloned / RECORD).read_text())["files"]
+    assert [*recorded] == [path for path in files(cloned) if not path.startswith((".git/", ".mlx/"))]
+
+
+def test_the_templates_have_the_same_hook() -> None:
+    """A copy, not a link: a zip file has none."""
+    hooks = [ROOT / template / "hooks" / "post_gen_project.py" for template in ("", "data_job")]
+    assert hooks[0].read_text() == hooks[1].read_text()
+    assert not any(hook.is_symlink() for hook in hooks)

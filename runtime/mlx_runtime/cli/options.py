@@ -65,8 +65,11 @@ def say(text: object, *, err: bool = False) -> None:
     click.echo(printable(str(text), one_line=True), err=err)
 
 
-def confirm(question: str) -> None:
-    """Ask for confirmation of a removal, with a name from the storage. Raises MlxError unless the answer is yes."""
+def confirm(question: str, otherwise: str = "nothing was removed") -> None:
+    """Ask a question, which may contain names from the storage.
+
+    Raises MlxError, which begins with `otherwise`, unless the answer is yes.
+    """
     if Settings.read().on:  # the terminal is on another machine
         companions.part("ray.frames").confirm(question)
         return
@@ -76,7 +79,7 @@ def confirm(question: str) -> None:
         click.echo()
         agreed = False
     if not agreed:
-        raise MlxError("nothing was removed; add -y to skip this question")
+        raise MlxError(f"{otherwise}; add -y to skip this question")
 
 
 def job_statuses(jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:

@@ -12,6 +12,9 @@ from mlx_runtime.importing import add_to_path, many_imports
 CONF = Path("src/conf.yaml")
 """The config, relative to the project folder."""
 
+SCHEMA = "conf.schema.json"
+"""Name of its schema, in the same folder."""
+
 EXPERIMENT = Path("src/experiment.py")
 """The file that makes a folder an experiment."""
 

@@ -4,6 +4,7 @@ The epoch of a dataset, and random generators that are its attributes, are set b
 depend on neither the reader nor an interruption.
 """
 
+import gc
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,7 +86,11 @@ def _receive(loader: DataLoader[Any]) -> Iterator[Batch]:
 
 def _generators(dataset: Any) -> list[Any]:
     """Return the random generators among the attributes of a dataset."""
-    return [item for item in getattr(owner_of(dataset), "__dict__", {}).values() if isinstance(item, GENERATORS)]
+    owner = owner_of(dataset)
+    held = gc.get_referents(owner)  # once Python 3.11 has made a `__dict__`, each access to an attribute takes longer
+    if any(isinstance(item, dict) for item in held):  # it may be that
+        held = list(getattr(owner, "__dict__", {}).values())
+    return [item for item in held if isinstance(item, GENERATORS)]
 
 
 class MapReader:

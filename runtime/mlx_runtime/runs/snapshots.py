@@ -34,7 +34,7 @@ CODE = "code.zip"
 NEVER = GitIgnoreSpec.from_lines(
     (
         *(".git", ".venv/", "venv/", "__pycache__/", "*.pyc", "runs/", ".prepared/", "node_modules/"),
-        *(".mypy_cache/", ".pytest_cache/", ".ruff_cache/", ".ds_store"),
+        *("/.mlx/template.json", ".mypy_cache/", ".pytest_cache/", ".ruff_cache/", ".ds_store"),
         LAUNCHED_FILE,
     )
 )

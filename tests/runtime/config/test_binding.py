@@ -170,6 +170,18 @@ def test_binding_again_keeps_values_comments_and_order(tmp_path: Path) -> None:
     assert not bind(Annotated, path).stale
 
 
+def test_a_file_whose_comments_would_damage_it_is_refused_and_kept(tmp_path: Path) -> None:
+    """ruamel joins the lines after a comment in this list, so `_target_: torch.nn.Tanh inplace: 3` would be written."""
+    path, start = tmp_path / "conf.yaml", "      _args_:\n"
+    bind(Annotated, path).write()
+    item = "        # why\n        - {_target_: torch.nn.Tanh}  # first\n        # second\n"
+    text = path.read_text().replace(start, start + item).replace("lr: 0.5", "lr: 0.5\n    gone: 3")
+    path.write_text(text)
+    with pytest.raises(BindError, match="cannot be written with its comments in lists"):
+        bind(Annotated, path)
+    assert path.read_text() == text
+
+
 class Untyped(BaseModule):
     def __init__(self, cfg: TrainConfig, models):
         super().__init__(cfg=cfg, models=models)

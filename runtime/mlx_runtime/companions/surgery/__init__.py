@@ -1,1 +1,1 @@
-"""Proofs on the user's own code: exact resuming, and equal results with any number of workers."""
+"""Proofs and upgrades of the user's own project: whether its runs resume exactly, and what is new in its template."""

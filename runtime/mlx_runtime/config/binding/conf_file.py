@@ -31,11 +31,9 @@ from mlx_runtime.config.constructors.signatures import (
 )
 from mlx_runtime.config.constructors.targets import names_repositories, object_at
 from mlx_runtime.config.interpolation import parse_config, values_by_key
-from mlx_runtime.config.projects import commands
+from mlx_runtime.config.projects import SCHEMA, commands
 from mlx_runtime.errors import BindError, ConfigError, short_message
 from mlx_runtime.storage.local import read_regular, write_atomic
-
-SCHEMA = "conf.schema.json"
 
 DEFAULTS = "x-defaults"
 """Key in the schema of the defaults at the last bind, by full key, without the classes that the user has chosen."""
@@ -117,12 +115,23 @@ def bind(experiment: type, path: Path) -> Binding:
     if present:
         merge.into(present, tree)
         after = yaml_text(present) if merge.changes else before  # or keep the layout
+        _check_written(after, present, path)
     cfg |= {name: item for name, item in tree["cfg"].items() if not isinstance(item, dict) or "_target_" in item}
     tree |= {"cfg": cfg}
     values, choices = values_by_key(tree), {key for key in merge.changes.kept if key.endswith("._target_")}
     defaults = {key: value for key, value in values.items() if key not in choices and f"{key}._target_" not in values}
     schema = json.dumps(schema_of(experiment, tree) | {DEFAULTS: defaults}, indent=1) + "\n"
     return Binding(path, before, after, merge.changes, schema, description.notices + notices)
+
+
+def _check_written(text: str, tree: Node, path: Path) -> None:
+    """Raise BindError if a text does not contain a tree: ruamel loses line breaks next to some comments in lists."""
+    try:
+        same = json.dumps(commented_map(text, path), default=str) == json.dumps(tree, default=str)
+    except BindError:
+        same = False
+    if not same:
+        raise BindError(f"{path} cannot be written with its comments in lists; move them above the lists")
 
 
 def _select_settings(experiment: type, cfg: Node, present: Any) -> Node:
