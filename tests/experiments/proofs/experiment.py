@@ -1,6 +1,8 @@
 """A small experiment that can be proven, and the same with one fault."""
 
+import os
 import random
+import signal
 import time
 from dataclasses import dataclass
 
@@ -11,6 +13,8 @@ from torch.utils.data import Dataset
 import mlx_runtime
 from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 from mlx_runtime.losses import Mean
+
+IMPORTED = random.random()  # of each interpreter
 
 
 @dataclass
@@ -104,15 +108,22 @@ class Experiment(BaseModule):
                 if self.cfg.fault == "none":
                     raise KeyError("none")
                 if self.cfg.fault == "sum":
-                    loss = loss * len(answers)
-                if self.cfg.fault == "time":
-                    loss = loss * (1 + time.time_ns() % 1000 / 1e6)
+                    loss = loss * len(answers) / 16
+                if self.cfg.fault == "import":
+                    loss = loss * IMPORTED
+                if self.cfg.fault == "diverges":
+                    loss = loss * float("nan")
+                if self.cfg.fault == "die" and batch_idx == 6 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                    os.kill(os.getpid(), signal.SIGKILL)
                 if self.cfg.fault == "operation":
                     place = torch.tensor([0, 0])  # the last of two values wins, or the first
                     factors = torch.tensor([1.0, 1.0 + time.time_ns() % 1000 / 1e6])
                     loss = loss * torch.zeros(1).put_(place, factors)[0]
                 self.backward(loss)
                 self.optimizer_step("sgd")
+                if self.cfg.fault == "decay":
+                    for weight in self.models.net.parameters():
+                        weight.data *= 1 - 0.001 * torch.distributed.get_world_size()
                 self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)
             with self.evaluation():
                 for batch_idx, batch in enumerate(val):

@@ -44,15 +44,18 @@ def train_prove(
     proof = proving.Prover(experiment, request, seed=seed, kills=kills, say=report).prove()
     if as_json:
         checks = [{**vars(check), "by_design": proving.BY_DESIGN[check.name]} for check in proof.checks]
-        click.echo(to_json({**vars(proof), "checks": checks, "holds": proof.holds, "badge": proof.badge}), nl=False)
+        badge = proving.BADGE if proof.holds else ""
+        click.echo(to_json({**vars(proof), "checks": checks, "holds": proof.holds, "badge": badge}), nl=False)
     else:
         for check in proof.checks:
             say(f"{OUTCOMES[check.holds]:<9} {check.name}: {check.text}")
             for title, items in (("cause", check.causes), ("design", proving.BY_DESIGN[check.name])):
                 for item in items:
                     say(f"  {title:<7} {item}")
-        say(f"runs      {proof.folder}" if proof.folder else f"badge     {proof.badge}")
-    sys.exit(not proof.holds)
+        if proof.folder:
+            say(f"runs      {proof.folder}")
+        say(f"badge     {proving.BADGE}" if proof.holds else "no badge  not every check holds")
+    sys.exit(proof.holds is False)
 
 
 def upgrade_command(kind: Kind) -> click.Command:
