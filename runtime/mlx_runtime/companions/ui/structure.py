@@ -33,7 +33,7 @@ def describe(overrides: Sequence[str] = (), why: str = "") -> dict[str, Any]:
 
     A row is `{key, name, class, node, shape, parameters, note, modules}`: its key, like `datasets.train` or
     `models.net.layers.0`, which edges name; the key of its node in conf.yaml, if it has one; the shape of its output,
-    in which `n` is the first size that equals the number of rows; the number of its parameter values; and the rows of the
+    in which `n` is the first size that equals the number of rows; the number of its parameter values; and the rows of
     the modules in it. The note of a model without a shape says why.
 
     Args:
