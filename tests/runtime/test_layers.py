@@ -90,6 +90,7 @@ HOMES = {
     "jax": {"companions.notebook.backends"},
     "jinja2": {"companions.views.report"},
     "marimo": {
+        "companions.ui.composer",
         "companions.ui.drawing",
         "companions.ui.elements",
         "companions.ui.page.dashboard",

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from mlx_runtime.companions.fragments.capturing import built, is_large
 from mlx_runtime.config.building import observer
-from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
+from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, main_class
 from mlx_runtime.data.loaders import Loader
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.driver.request import load_config
@@ -26,22 +26,25 @@ from mlx_runtime.loop.stopping import LoopStopped
 from mlx_runtime.runs.checkpoints.groups import members
 
 
-def describe(overrides: Sequence[str] = (), why: str = "") -> dict[str, Any]:
+def describe(overrides: Sequence[str] = (), why: str = "", conf: Path = CONF) -> dict[str, Any]:
     """Return the structure of the experiment in the working directory, as plain data.
 
-        {name, datasets: [row, …], models: [row, …], losses: [row, …], optimizers: [row, …], edges: [[from, to], …]}
+        {name, datasets: [row, …], models: [row, …], losses: [row, …], optimizers: [row, …], edges: [[from, to], …],
+         failure: [key, line]}
 
     A row is `{key, name, class, node, shape, parameters, note, modules}`: its key, like `datasets.train` or
     `models.net.layers.0`, which edges name; the key of its node in conf.yaml, if it has one; the shape of its output,
     in which `n` is the first size that equals the number of rows; the number of its parameter values; and the rows of
-    the modules in it. The note of a model without a shape says why.
+    the modules in it. The note of a model without a shape says why. The failure is the error in the loop, after the
+    key in conf.yaml of the innermost module that raised it, or "".
 
     Args:
         overrides: Hydra's.
         why: reason not to run the loop, so that there are no shapes and few edges. Empty: run it.
+        conf: file to read instead of conf.yaml.
     """
     experiment, cpu = main_class(AN_EXPERIMENT, Path.cwd()), torch.device("cpu")
-    config = load_config(experiment, Request.of(overrides, fast=True))
+    config = load_config(experiment, Request.of(overrides, fast=True), conf, title=str(CONF))
     nodes: dict[str, Any] = {}
     observer.set(nodes.__setitem__)
     for on_meta in (True, False):
@@ -75,6 +78,7 @@ def describe(overrides: Sequence[str] = (), why: str = "") -> dict[str, Any]:
         **{group: _parts(config.tree, group) for group in ("datasets", "losses", "optimizers")},
         "models": models,
         "edges": [*watch.edges, *_to_optimizers(mapping, watch.edges)],
+        "failure": [next((keys[id(item)] for item, *_ in watch.calls[::-1] if id(item) in keys), ""), problem],
     }
 
 

@@ -115,7 +115,7 @@ def bind(experiment: type, path: Path) -> Binding:
     if present:
         merge.into(present, tree)
         after = yaml_text(present) if merge.changes else before  # or keep the layout
-        _check_written(after, present, path)
+        check_written(after, present, path)
     cfg |= {name: item for name, item in tree["cfg"].items() if not isinstance(item, dict) or "_target_" in item}
     tree |= {"cfg": cfg}
     values, choices = values_by_key(tree), {key for key in merge.changes.kept if key.endswith("._target_")}
@@ -124,7 +124,7 @@ def bind(experiment: type, path: Path) -> Binding:
     return Binding(path, before, after, merge.changes, schema, description.notices + notices)
 
 
-def _check_written(text: str, tree: Node, path: Path) -> None:
+def check_written(text: str, tree: Node, path: Path) -> None:
     """Raise BindError if a text does not contain a tree: ruamel loses line breaks next to some comments in lists."""
     try:
         same = json.dumps(commented_map(text, path), default=str) == json.dumps(tree, default=str)

@@ -174,12 +174,12 @@ def quote_strings(value: Any) -> Any:
 
 def remove_key(mapping: CommentedMap, name: str) -> str:
     """Remove a key and return the comment on its line. Comments below it belong to the next key, and stay."""
-    comments, slot = _comments_behind(mapping, name)
+    comments, slot = comments_behind(mapping, name)
     is_leaf = not isinstance(mapping[name], CommentedMap | CommentedSeq)
     own, _, below = comments[slot].value.partition("\n") if comments[slot] is not None else ("", "", "")
     above = list(mapping)[: list(mapping).index(name)]
     if below.strip() and above:  # ruamel keeps comments with the value above them
-        comments, slot = _comments_behind(mapping, above[-1])
+        comments, slot = comments_behind(mapping, above[-1])
         token = comments[slot]
         before = token.value.rstrip("\n") if token is not None else ""
         mark = token.start_mark if token is not None else CommentMark(0)
@@ -189,7 +189,7 @@ def remove_key(mapping: CommentedMap, name: str) -> str:
     return own.strip() if is_leaf else ""
 
 
-def _comments_behind(holder: Any, last: Any) -> tuple[list[Any], int]:
+def comments_behind(holder: Any, last: Any) -> tuple[list[Any], int]:
     """Return the place of the comment behind a value in ruamel: the last leaf below its key."""
     while isinstance(holder[last], CommentedMap | CommentedSeq) and holder[last]:
         holder = holder[last]

@@ -16,15 +16,15 @@ def _():
     import pathlib
 
     from mlx_runtime import metrics_table
-    from mlx_runtime.companions.ui import charts, drawing, elements, storages, views
+    from mlx_runtime.companions.ui import charts, composer, drawing, elements, storages, views
 
-    return pathlib, charts, drawing, elements, metrics_table, storages, views
+    return pathlib, charts, composer, drawing, elements, metrics_table, storages, views
 
 
 @app.cell
 def _(elements, mo):
     tab = elements.choice(
-        "radio", "tab", ["Runs", "Curves", "Differences", "Run", "Sweep", "Drawing"], "Runs", inline=True
+        "radio", "tab", ["Runs", "Curves", "Differences", "Run", "Sweep", "Drawing", "Compose"], "Runs", inline=True
     )
     refresh = mo.ui.refresh(options=["2s", "10s", "1m"], default_interval="10s")
     get_runs, set_runs = mo.state(None)  # all runs
@@ -160,6 +160,19 @@ def _(mo, sweep, views):
 def _(drawing, mo, pathlib, tab):
     mo.stop(tab.value != "Drawing")
     drawing.drawing_tab(pathlib.Path.cwd())
+    return
+
+
+@app.cell
+def _(composer, pathlib):
+    composing = composer.composer(pathlib.Path.cwd())
+    return (composing,)
+
+
+@app.cell
+def _(composer, composing, mo, tab):
+    mo.stop(tab.value != "Compose")
+    composer.composer_tab(composing)
     return
 
 
