@@ -26,6 +26,7 @@ SECTIONS = {
     ),
     "Runs from Python": (
         *("mlx_runtime.run", "mlx_runtime.open_run", "mlx_runtime.runs.queries.reader.Run", "mlx_runtime.load_export"),
+        *("mlx_runtime.runs_table", "mlx_runtime.metrics_table"),
         *(
             "mlx_runtime.sweep",
             "mlx_runtime.kfold",

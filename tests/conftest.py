@@ -52,7 +52,7 @@ LONGEST = (
     *("test_zoo.py", "test_variants.py", "test_resuming.py", "test_shards.py"),
     *("test_evaluate.py", "test_replicas.py", "test_kube_launch.py", "test_kube_driver.py"),
     *("test_composition.py", "test_fuzz.py", "test_api.py", "test_data_job.py", "test_quick_looks.py"),
-    *("test_generate.py", "test_upgrading.py", "test_optimization.py", "test_listing.py"),
+    *("test_generate.py", "test_upgrading.py", "test_optimization.py", "test_listing.py", "test_proving.py"),
 )
 """The slowest files, slowest first. Each process runs one file after another."""
 

@@ -154,5 +154,5 @@ class Experiment(BaseModule):
                 loss.backward()
                 self.optimizers.adam.step()
             self.metrics.loss.update(loss.detach(), weight=len(logits))
-            self.metrics.accuracy.update(logits.detach(), batch["label"])
+            self.metrics.accuracy.update(logits.detach().sigmoid(), batch["label"])
             self.save_metrics(batch_idx=batch_idx, epoch=epoch)

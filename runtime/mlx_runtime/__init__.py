@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mlx_runtime.companions.serving.exports.exported import load_export
     from mlx_runtime.companions.sweeps.api import kfold, sweep
     from mlx_runtime.companions.sweeps.results import open_sweep
+    from mlx_runtime.companions.ui.tables import metrics_table, runs_table
     from mlx_runtime.config.building import DUMMY_PARAMS
     from mlx_runtime.config.constructors.declarations import defer_loading
     from mlx_runtime.distributed.randomness import set_seed
@@ -65,6 +66,7 @@ __all__ = [
     "load_config",
     "load_export",
     "local_rank",
+    "metrics_table",
     "open_run",
     "open_sweep",
     "prepare_model",
@@ -72,6 +74,7 @@ __all__ = [
     "report",
     "run",
     "run_job",
+    "runs_table",
     "save_checkpoint",
     "set_seed",
     "sweep",
@@ -101,6 +104,7 @@ _HOMES = {
     "load_config": "driver.request",
     "load_export": "companions.serving.exports.exported",
     "local_rank": "companions.notebook.functions",
+    "metrics_table": "companions.ui.tables",
     "open_run": "runs.queries.reader",
     "open_sweep": "companions.sweeps.results",
     "prepare_model": "distributed.wrapping",
@@ -108,6 +112,7 @@ _HOMES = {
     "report": "companions.notebook.functions",
     "run": "companions.notebook.runs",
     "run_job": "companions.jobs.datajob",
+    "runs_table": "companions.ui.tables",
     "save_checkpoint": "companions.notebook.functions",
     "set_seed": "distributed.randomness",
     "sweep": "companions.sweeps.api",

@@ -226,7 +226,7 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True)
-class DatasetsPrepared(Event):
+class DatasetsPrepared(WorkerEvent):
     """Prepared datasets that the run reads instead of samples; sent only if there are any."""
 
     names: Mapping[str, str]  # names of prepared columns by dataset, like `{"train": "train-1f3a…"}`
@@ -235,7 +235,7 @@ class DatasetsPrepared(Event):
 
 
 @dataclass(frozen=True)
-class PreparationProgress(Event):
+class PreparationProgress(WorkerEvent):
     """Progress of preparing a dataset."""
 
     name: str

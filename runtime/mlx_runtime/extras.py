@@ -19,6 +19,7 @@ EXTRAS = {
     "marimo": "ui",
     "mlflow": "mlflow",
     "numpy": "train",
+    "pandas": "train",
     "plotly": "views",
     "ray": "train",
     "safetensors": "export",

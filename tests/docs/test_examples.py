@@ -179,3 +179,16 @@ def test_a_policy_learns_without_a_dataset_and_resumes_exactly(mlx: Mlx, example
     first, second = map(open_run, folders)
     assert second.record["epoch"] == 5  # from 0
     assert torch.equal(*(run.state()["models"]["policy"]["layers.2.weight"] for run in (first, second)))
+
+
+@pytest.mark.parametrize(("name", "compares"), [("lm", True), ("rl", False), ("text", True)])
+def test_examples_resume_exactly_and_do_not_depend_on_the_number_of_workers(
+    name: str, compares: bool, mlx: Mlx, example: Make
+) -> None:
+    """Workers draw the episodes of `rl` themselves, so their numbers cannot be compared."""
+    folder = example(name)
+    done = mlx(folder, "train", "prove", "--json", "--seed=2", "--kills=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {check["name"]: check["holds"] for check in json.loads(done.stdout)["checks"]}
+    assert found == {"deterministic": True, "resume": True, "workers": True if compares else None}
+    assert not (folder / "runs").exists()

@@ -7,6 +7,7 @@ import pytest
 from mlx_runtime import events
 from mlx_runtime.events import (
     CheckpointSaved,
+    DatasetsPrepared,
     EpochEnded,
     Event,
     FunctionReport,
@@ -15,6 +16,7 @@ from mlx_runtime.events import (
     LoopEnded,
     LoopStarted,
     Notice,
+    PreparationProgress,
     Report,
     StepProgress,
     WarningNotice,
@@ -32,6 +34,8 @@ pytestmark = pytest.mark.pure
 EVENTS: tuple[Event, ...] = (
     WorkerConnected(3),
     WorkersWaiting("3 CPUs, 2 free"),
+    PreparationProgress("train", 10, 100),
+    DatasetsPrepared({"train": "Rows-1"}, "s3://bucket/prepared", "2026-01-01T00:00:00+00:00"),
     WorkersStarted("cpu", 1_000, 2),
     LoopStarted(),
     LoaderOpened("train", True, 100, 10, 20, 5),

@@ -49,6 +49,7 @@ def test_a_run_and_a_plain_grid_need_none(swept: Path) -> None:
 @pytest.mark.parametrize(
     ("library", "command", "line"),
     [
+        ("marimo", ("xp", "ui"), 'the page needs marimo; type: pip install "mlx-runtime[ui]"'),
         (
             "optuna",
             ("train", "sweep", "cfg.seed=3,4", "--search=random", *METRIC),

@@ -65,6 +65,8 @@ ON_OTHERS = {
     ("slurm", "jobs"),
     ("torchrun", "prepared"),
     ("ui", "fragments"),
+    ("ui", "sweeps"),
+    ("ui", "views"),
     ("views", "sweeps"),
 }
 """The companions that use another one, as in docs/architecture.md."""
@@ -87,7 +89,14 @@ HOMES = {
     "hydra": {"config.composition"},
     "jax": {"companions.notebook.backends"},
     "jinja2": {"companions.views.report"},
-    "marimo": {"companions.ui.composer", "companions.ui.drawing"},
+    "marimo": {
+        "companions.ui.composer",
+        "companions.ui.drawing",
+        "companions.ui.elements",
+        "companions.ui.page.dashboard",
+        "companions.ui.server",
+        "companions.ui.views",
+    },
     "mlflow": {"companions.services.mlflow"},
     "onnxruntime": {"companions.serving.exports.proof"},
     "omegaconf": {"config", "storage.documents"},
@@ -95,7 +104,7 @@ HOMES = {
     "orjson": {"companions.serving.http.bodies"},
     "packaging": {"companions.surgery.upgrading"},
     "pathspec": {"runs.snapshots"},
-    "plotly": {"companions.views.report"},
+    "plotly": {"companions.ui.charts", "companions.ui.views", "companions.views.report"},
     "pyarrow": {
         "companions.serving.predictions.results",
         "companions.serving.predictions.tables",
@@ -115,8 +124,12 @@ HOMES = {
     "ruamel": {"config"},
     "scipy": {"companions.views.comparison"},
     "sklearn": {"data.folds"},
-    "starlette": {"companions.serving.http.application", "companions.serving.http.bodies"},
-    "tensorboard": {"tracking.trackers"},
+    "starlette": {
+        "companions.serving.http.application",
+        "companions.serving.http.bodies",
+        "companions.ui.server",
+    },
+    "tensorboard": {"companions.ui.events", "tracking.trackers"},
     "tensorflow": {"companions.notebook.backends"},
     "transformers": {"companions.hub.pretrained"},
     "uvicorn": {"companions.serving.http.server"},

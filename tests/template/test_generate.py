@@ -21,6 +21,7 @@ FILES = [
     "Makefile",
     "README.md",
     "constraints.txt",
+    "dashboard.py",
     "environment.yml",
     "main.py",
     "notebook.ipynb",

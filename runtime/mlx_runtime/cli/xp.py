@@ -61,8 +61,9 @@ def ls(
 
     NAME may also be the repository of a mirrored run, like hf://user/name.
     """
-    choice = {"status": status, "sweep": sweep, "sort": sort, "mode": mode}
-    rows = listing.list_rows(name, **choice, ask=job_statuses, empty_sweeps=sort is None)
+    rows = listing.list_rows(
+        name, status=status, sweep=sweep, sort=sort, mode=mode, ask=job_statuses, empty_sweeps=sort is None
+    )
     if as_json:
         click.echo(to_json([row.fields() for row in rows]), nl=False)
     elif rows:

@@ -46,10 +46,10 @@ COMPANIONS = {
     "sharding": Companion(("xp consolidate",)),
     "slurm": Companion(jobs=Jobs(("slurm",), "slurm.queue", "launch --slurm", requeues=True)),
     "stores": Companion(),
-    "surgery": Companion(("data upgrade", "train upgrade")),
+    "surgery": Companion(("data upgrade", "train prove", "train upgrade")),
     "sweeps": Companion(("train sweep",)),
     "torchrun": Companion(("train join",)),
-    "ui": Companion(("train draw",)),
+    "ui": Companion(("train draw", "xp tag", "xp ui")),
     "views": Companion(("xp compare", "xp diff", "xp report")),
 }
 """Companions by the name of their folder."""

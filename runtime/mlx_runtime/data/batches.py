@@ -275,9 +275,13 @@ def check(cls: type, key: str) -> None:
         )
 
 
+_LOST_READER = "DataLoader worker (pid"
+"""Beginning of torch's RuntimeErrors about a reading process that was killed."""
+
+
 def dataset_error(error: BaseException, what: str) -> MlxError:
     """Return the MlxError for an exception of another process: raised by user code, or a lost process."""
-    if lost_peer(error):
+    if lost_peer(error) or str(error).startswith(_LOST_READER):
         return WorkerLostError(f"{what}: {short_message(error)}")
     cause = error
     while not isinstance(cause, MlxError):

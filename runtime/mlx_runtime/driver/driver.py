@@ -197,7 +197,6 @@ class Driver:
             deadlocks = DeadlockDetector(lambda: receiver.broadcast(LOCATE), hang_timeout_s)
             self.control.locate = deadlocks.locate
         look_at, stop_sent, missing = time.monotonic() + SLOW_START_S, False, None
-        self.control.allow_checkpoint()
         with contextlib.ExitStack() as stack:
             group = self._plan.engine.start(job, self._emit, self._stop_requested)
             stack.callback(group.close)
@@ -259,6 +258,8 @@ class Driver:
         with self._emitting:
             if self.recorder is not None:
                 self.recorder.handle(event)
+            if isinstance(event, events.WorkersStarted):
+                self.control.allow_checkpoint()
             for listener in list(self._listeners):
                 listener(event)
 

@@ -195,14 +195,19 @@ def _extensions(config: RunConfig) -> Iterator[RunExtension]:
 
 @contextlib.contextmanager
 def _in_temporary_storage(config: RunConfig) -> Iterator[RunConfig]:
-    """Provide the same config without trackers and callbacks, in temporary storage that is removed after the block.
+    """Provide the same config without trackers and callbacks, in temporary storage that is removed after the block."""
+    with tempfile.TemporaryDirectory(prefix="mlx-fast-", ignore_cleanup_errors=True) as storage:
+        yield in_storage(config, storage)
 
-    Prepared datasets are still read from the real one.
+
+def in_storage(config: RunConfig, storage: str, **changed: Any) -> RunConfig:
+    """Return a config with another storage, without trackers and callbacks, and with changed settings of `cfg`.
+
+    Prepared datasets are still read from the former storage.
     """
     mode = config.cfg.preparation.mode
     preparation = {"path": config.prepared_root, "mode": "auto" if mode == "make" else mode}  # it prepares nothing
-    with tempfile.TemporaryDirectory(prefix="mlx-fast-", ignore_cleanup_errors=True) as storage:
-        changed: dict[str, Any] = {"storage_path": storage, "trackers": {}, "callbacks": {}}
-        changed["preparation"] = config.tree["cfg"]["preparation"] | preparation
-        tree, unresolved = (one | {"cfg": one["cfg"] | changed} for one in (config.tree, config.unresolved))
-        yield dataclasses.replace(config, tree=tree, unresolved=unresolved, cfg=build_cfg(tree["cfg"], TrainConfig))
+    changed = {"storage_path": storage, "trackers": {}, "callbacks": {}} | changed
+    changed["preparation"] = config.tree["cfg"]["preparation"] | preparation
+    tree, unresolved = (one | {"cfg": one["cfg"] | changed} for one in (config.tree, config.unresolved))
+    return dataclasses.replace(config, tree=tree, unresolved=unresolved, cfg=build_cfg(tree["cfg"], TrainConfig))

@@ -23,6 +23,7 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.files import join_path, storage_at, storage_root, to_json
 from mlx_runtime.storage.redaction import redact
+from mlx_runtime.tracking.trackers import flatten
 from mlx_runtime.workers.stop_requests import held_signals
 
 
@@ -76,6 +77,8 @@ class RunRecorder:
             if (cls := self._plan.experiment).__module__ != AN_EXPERIMENT.module:
                 self.record.update(experiment_class=f"{cls.__module__}.{cls.__qualname__}")
             tree = self._plan.config.tree
+            values = flatten(self._plan.config.shown)
+            self.record.update(values={key: value for key, value in values if documents.SCALAR.fits(value)})
             if names_repositories(tree) and (hub := companions.part("hub.pins").repositories_of(tree)):
                 self.record.update(hub=hub)
             if self._plan.config.kept:

@@ -64,6 +64,11 @@ class Job:
     evaluate: bool  # run `eval_loop` instead of `worker_loop`
 
     @property
+    def prepares(self) -> bool:
+        """True if the workers prepare datasets before they train."""
+        return any(item.attempt for item in self.prepared.values())
+
+    @property
     def folder(self) -> "RunFolder":
         """The run folder on this machine."""
         from mlx_runtime.runs.folder import run_folder  # here: the fork server of spawned workers loads little

@@ -25,6 +25,7 @@ from mlx_runtime.storage.documents import (
     FLAG,
     NAME,
     NUMBER,
+    SCALAR,
     TEXT,
     TIME,
     Kind,
@@ -51,6 +52,9 @@ LIVING = ("PENDING", "WAITING", "RUNNING")
 
 REPLACED = "replaced"
 """Field of the record of a run that is about to resume: the previous record, restored if that fails."""
+
+LABELS = "labels.json"
+"""File with the tags and the note of a run, which its users may change at any time."""
 
 PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-zen", "numpy")
 """Packages whose versions are recorded."""
@@ -121,6 +125,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     ).or_null(),
     "datasets": mapping_of(mapping_of(COUNT)),
     "fold": mapping_with({"fold": COUNT, "folds": COUNT, "rows": TEXT}).or_null(),
+    "values": mapping_of(SCALAR).or_null(),  # of conf.yaml by full key, without secrets
     REPLACED: Kind("a record", lambda value: value is None or misfit(value, SHAPE) is None),
 }
 """Types of the fields in the record of a run or a data job. They are checked, because the file is not trusted."""
@@ -255,6 +260,13 @@ def stored_record(folder: RunFolder) -> dict[str, Any]:
     """Return the record of a run as it is stored; raise StorageError if it cannot be read."""
     with read_errors(folder, folder.record.name):
         return parse_record(folder.document(folder.record.name))
+
+
+def load_labels(folder: RunFolder) -> dict[str, Any]:
+    """Return the `tags` and the `note` of a run, as far as it has any; raise StorageError if they cannot be read."""
+    with read_errors(folder, LABELS), contextlib.suppress(FileNotFoundError):
+        return from_json(folder.document(LABELS), {"tags": list_of(TEXT), "note": TEXT.or_null()})
+    return {}
 
 
 def attempt_lease(folder: RunFolder, number: int) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Display:
             self._draw(title, done, total, TimeRemainingColumn())
             if done == total:
                 self.close()
-        stage = (title, 10 * done // total)
+        stage = (title, 10 * done // max(1, total))
         if stage != self._stage and self._progress(f"{title} | {done:,}/{total:,}{unit}"):
             self._stage = stage
 

@@ -76,6 +76,8 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         with loop_errors(topology.rank, job.project):
             cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
+            if job.prepares:
+                job = companions.part("prepared.preparation").write_together(job, topology, cfg, sink.send)
             topology = stack.enter_context(strategy.topology.entered())
             groups, experiment = build_experiment(job, topology, cfg, strategy)
         torch.set_num_threads(cfg.cpus_per_worker)

@@ -73,5 +73,5 @@ def test_of_a_log_only_colors_and_progress_reach_a_terminal(capsys: pytest.Captu
 def test_damaged_lines_of_metrics_are_counted_but_not_the_last_one_of_a_live_run() -> None:
     problems: list[str] = []
     curves = read_curves('{"step": 1, "epoch": 0, "loss": 0.5}\nbroken\n{"step": 2, "ep', problems)
-    assert curves == {"loss": [(1, 0.5, 1)]}
+    assert curves == {"loss": [(1, 0.5, 1, None)]}
     assert problems == ["1 line of metrics.jsonl cannot be read"]

@@ -110,6 +110,7 @@ class TestLs:
         assert first["metrics"] == record["metrics"]
         assert first["place"] == str(trained / "runs/digits/run_001")
         assert first["problem"] is None
+        assert (first["config"]["cfg.num_epochs"], first["tags"]) == (2, [])
 
     def test_an_empty_storage_says_what_to_do(self, mlx: Mlx, tmp_path: Path) -> None:
         storage = str(tmp_path / "nothing")

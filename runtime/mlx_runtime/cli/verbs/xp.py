@@ -301,8 +301,14 @@ def board(name: str | None, run: str | None, port: int) -> None:
 def check_board(port: int) -> None:
     """Raise MissingLibraryError without TensorBoard, and UsageError if a port of this machine is not free."""
     require("tensorboard", "the page")
+    check_port("127.0.0.1", port)
+
+
+def check_port(host: str, port: int) -> int:
+    """Return a port if it is free, or any free one for 0; raise UsageError if it is not."""
     try:
-        socket.create_server(("127.0.0.1", port)).close()
+        with socket.create_server((host, port)) as free:
+            return int(free.getsockname()[1])
     except OSError as error:
         cure = "choose another with --port, or any with --port 0"
         raise UsageError(f"cannot serve on port {port}: {os.strerror(error.errno or 0)}; {cure}") from error

@@ -68,41 +68,35 @@ class ColumnWriter:
 
 
 @contextlib.contextmanager
-def column_writer(
-    store: Store, name: str, rows: int, like: Batch, *, dataset: str, arguments: Mapping[str, Any]
-) -> Iterator[ColumnWriter]:
+def column_writer(store: Store, manifest: Manifest, like: Batch, attempt: str) -> Iterator[ColumnWriter]:
     """Provide the writer of a prepared dataset, which cannot be found before `commit`.
 
     It is removed if `commit` is not called. Each writer of a dataset has its own files; the first to commit wins.
 
     Args:
         store: Store to write to.
-        name: Folder of the dataset.
-        rows: Total number of rows.
+        manifest: Description of the dataset, still without its columns.
         like: A batch of any length with the names, types and shapes of the columns.
-        dataset: Class path, for the manifest.
-        arguments: Arguments of the dataset's constructor, for the manifest.
+        attempt: From `Store.attempt`, which removes the files of a writer that was killed.
 
     Raises:
         StorageError: The storage refuses an operation; also raised by the writer.
     """
-    publication, streams = Publication(store.storage, name, MANIFEST, in_place=True), dict[str, Any]()
+    publication, streams = Publication(store.storage, manifest.name, MANIFEST, in_place=True), dict[str, Any]()
     columns = {
-        column: (f"{publication.id}-{index}.npy", dtype_name(tensor), tuple(tensor.shape[1:]))
+        column: (f"{attempt}-{publication.id}-{index}.npy", dtype_name(tensor), tuple(tensor.shape[1:]))
         for index, (column, tensor) in enumerate(like.items())
     }
     with contextlib.ExitStack() as stack:
-        stack.callback(store.remove_empty, name)
         with storage_errors(f"cannot write a prepared dataset to {store.root}"):
             stack.enter_context(publication)
-            stack.enter_context(store.mark_used(name))
             for column, (file, _, shape) in columns.items():
                 stream = streams[column] = publication.create(file)
                 stack.callback(_close, stream)
                 dtype = np.lib.format.dtype_to_descr(as_numpy(like[column]).dtype)
-                header = {"descr": dtype, "fortran_order": False, "shape": (rows, *shape)}
+                header = {"descr": dtype, "fortran_order": False, "shape": (manifest.rows, *shape)}
                 np.lib.format.write_array_header_1_0(stream, header)
-        yield ColumnWriter(store, publication, Manifest(name, rows, 0, columns, dataset, dict(arguments), ""), streams)
+        yield ColumnWriter(store, publication, dataclasses.replace(manifest, columns=columns), streams)
 
 
 def _close(stream: Any) -> None:
@@ -141,7 +135,7 @@ class PreparedReader:
     @cached_property
     def _columns(self) -> dict[str, torch.Tensor]:
         cache = Settings.read().cache / "prepared"
-        store, max_bytes = Store(self._prepared.root), self._prepared.cache_bytes
+        store, max_bytes = Store(self._prepared.root), self._prepared.max_bytes
         return load_columns(store, self._prepared.manifest, cache, max_bytes=max_bytes)
 
     def _gather(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 from mlx_runtime.companions.prepared import preparation
 from mlx_runtime.companions.prepared.fingerprints import Candidate
 from mlx_runtime.companions.prepared.store import PreparedSet, Store
@@ -16,13 +18,15 @@ from mlx_runtime.config.constructors.declarations import Declaration
 from mlx_runtime.config.constructors.targets import path_of
 from mlx_runtime.data.definitions import dataset_nodes, stream_names
 from mlx_runtime.data.folds import with_held_out
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.driver.planning import check_datasets
 from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.events import DatasetsPrepared, Event, Notice, PreparationProgress
+from mlx_runtime.events import Event, Notice
 from mlx_runtime.loop.job import Cluster
 from mlx_runtime.storage.files import is_uri, storage_root
 from mlx_runtime.tracking.console import Display
+from mlx_runtime.workers.placement import usable_cores
 
 
 def prepare(config: RunConfig) -> None:
@@ -38,7 +42,9 @@ def prepare(config: RunConfig) -> None:
         stack.callback(display.close)
         if stream_names(config.tree):
             stack.enter_context(start_ray(config.cfg))
-        sets = _make(config, Path.cwd(), display.handle)
+        sets, candidates = _make(config, Path.cwd(), display.handle, stack)
+        alone = Topology(0, 1, torch.device("cpu"))
+        preparation.write(sets, candidates, alone, usable_cores(), display.handle)
     if sets:
         display.print(f"{len(sets)} prepared in {config.prepared_root}; runs use them automatically")
     else:
@@ -48,31 +54,26 @@ def prepare(config: RunConfig) -> None:
 def sets_of_run(
     config: RunConfig, project: Path, emit: Callable[[Event], None], stack: contextlib.ExitStack
 ) -> dict[str, PreparedSet]:
-    """Return the prepared datasets to read instead of samples, and make them first if `cfg.preparation.mode` is `make`.
+    """Return the prepared datasets to read instead of samples.
 
-    They are announced, and protected from removal until the stack is closed.
+    If `cfg.preparation.mode` is `make`, that includes those which the workers have to write first. All are protected
+    from removal until the stack is closed, and announced, if none has to be written.
 
     Raises:
         DatasetError: a dataset cannot be prepared.
         StorageError: the store cannot be written.
     """
-    mode, cache_bytes = config.cfg.preparation.mode, config.cfg.preparation.max_gb * 1e9
-    if mode == "never":
-        return {}
-    if mode == "auto":
-        found = _find(config, project, lambda text: emit(Notice(text)), stack)
-    else:
-        found = _make(config, project, emit)
-    sets = {}
-    for name, item in found.items():
-        store = Store(item.root)
-        stack.enter_context(store.mark_used(item.manifest.name))
-        if store.find(item.manifest.name) is not None:  # it was not removed before
-            sets[name] = dataclasses.replace(item, cache_bytes=cache_bytes)
-    if sets:
-        names = {name: item.manifest.name for name, item in sets.items()}
-        created = max(item.manifest.created for item in sets.values())
-        emit(DatasetsPrepared(names, next(iter(sets.values())).root, created))
+    mode, max_bytes, sets = config.cfg.preparation.mode, config.cfg.preparation.max_gb * 1e9, dict[str, PreparedSet]()
+    if mode == "make":
+        sets, _ = _make(config, project, emit, stack)
+    elif mode == "auto":
+        for name, item in _find(config, project, lambda text: emit(Notice(text)), stack).items():
+            store = Store(item.root)
+            stack.enter_context(store.mark_used(item.manifest.name))
+            if store.find(item.manifest.name) is not None:  # it was not removed before
+                sets[name] = dataclasses.replace(item, max_bytes=max_bytes)
+    if sets and not any(item.attempt for item in sets.values()):
+        emit(preparation.announcement(sets))
     return sets
 
 
@@ -112,21 +113,14 @@ def _find(
     )
 
 
-def _make(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> dict[str, PreparedSet]:
-    root = config.prepared_root
+def _make(
+    config: RunConfig, project: Path, emit: Callable[[Event], None], stack: contextlib.ExitStack
+) -> tuple[dict[str, PreparedSet], list[Candidate]]:
     candidates, left_out = _preparable(config, project)
     for name in left_out:
         emit(Notice(f"datasets.{name} is not prepared: the constructor of Datasets replaces it"))
-    sets = preparation.make(
-        candidates,
-        root,
-        tell=lambda text: emit(Notice(text)),
-        progress=lambda name, done, rows: emit(PreparationProgress(name, done, rows)),
-    )
-    for removed in Store(root).clean(config.cfg.preparation.max_gb * 1e9):
-        size = f"{removed.size_bytes / 1e6:,.1f} MB"
-        emit(Notice(f"removed the prepared dataset {removed.name}, {size}: not used recently"))
-    return sets
+    max_bytes = config.cfg.preparation.max_gb * 1e9
+    return preparation.make(candidates, config.prepared_root, max_bytes, emit, stack), candidates
 
 
 def _preparable(config: RunConfig, project: Path) -> tuple[list[Candidate], list[str]]:

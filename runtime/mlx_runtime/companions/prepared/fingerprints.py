@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib.machinery import ModuleSpec
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy
 import torch
 from torch.utils.data import IterableDataset
 
+from mlx_runtime import __version__
 from mlx_runtime.companions.prepared.columns import as_numpy
 from mlx_runtime.companions.prepared.store import Manifest
 from mlx_runtime.companions.ray.streams import make_dataset, stream_of
@@ -40,8 +42,8 @@ Schema = dict[str, tuple[str, tuple[int, ...]]]
 class Candidate:
     """A dataset that may be prepared.
 
-    The names of its prepared datasets start with `prefix`: its class, and a digest of its code and arguments. The
-    manifest contains `arguments`: those of its constructor, without secrets.
+    The names of its prepared datasets start with `prefix`: its class, and a digest of its code and arguments, and of
+    the version of this package. The manifest contains `arguments`: those of its constructor, without secrets.
     """
 
     name: str  # in `Datasets`
@@ -53,12 +55,13 @@ class Candidate:
 
     def __post_init__(self) -> None:
         self.cls: type = object_at(self.node["_target_"])
-        arguments, self.arguments = (
-            {key: value for key, value in node.items() if key not in ("_target_", *LOADER_ARGUMENTS)}
-            for node in (self.node, self.shown)
-        )
-        content = [self.node["_target_"], json.dumps(arguments, sort_keys=True), *_code_of(self.cls, self.project)]
-        self.prefix = f"{self.cls.__name__}-{digest(content)}"
+        self.arguments = _arguments(self.shown)
+
+    @cached_property
+    def prefix(self) -> str:
+        arguments = json.dumps(_arguments(self.node), sort_keys=True)
+        content = [self.node["_target_"], __version__, arguments, *_code_of(self.cls, self.project)]
+        return f"{self.cls.__name__}-{digest(content)}"
 
     @property
     def refusal(self) -> str | None:
@@ -142,6 +145,10 @@ class Candidate:
         return DatasetError(f"datasets.{self.name} cannot be prepared: {problem}. {cure}")
 
 
+def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in node.items() if key not in ("_target_", *LOADER_ARGUMENTS)}
+
+
 def some_rows(rows: int) -> list[int]:
     """Return the numbers of `SAMPLE` rows, from the first to the last."""
     return sorted({round(index * (rows - 1) / (SAMPLE - 1)) for index in range(SAMPLE)})
@@ -205,12 +212,13 @@ def digest(content: Sequence[Any]) -> str:
 def _code_of(cls: type, project: Path) -> list[str]:
     """Return the definitions of a class and of all project code that it refers to, without comments and layout."""
     code: dict[tuple[str, str], str] = {}
+    definitions_in = cache(_definitions)  # until a notebook changes them
     todo = [(cls.__module__, cls.__name__)]
     while todo:
         module, name = todo.pop()
         if (module, name) in code:
             continue
-        definitions = _definitions(module, project)
+        definitions = definitions_in(module, project)
         nodes = definitions.get(name, []) if name else [node for nodes in definitions.values() for node in nodes]
         code[module, name] = "\n".join(ast.dump(node) for node in nodes)
         for node in nodes:
@@ -220,7 +228,7 @@ def _code_of(cls: type, project: Path) -> list[str]:
 
 def _definitions(module: str, project: Path) -> dict[str, list[ast.AST]]:
     """Return the statements that define each name of a module; empty for modules of libraries."""
-    found = _spec(module)
+    found = _spec(module) if module.partition(".")[0] != "mlx_runtime" else None
     file = Path((found.origin if found else None) or "/")
     if file.suffix != ".py" or not file.is_relative_to(project) or "site-packages" in file.parts:
         return {}

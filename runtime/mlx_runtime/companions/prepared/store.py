@@ -2,7 +2,8 @@
 
 <root>/Digits-3f2a…/
     manifest.json          rows, bytes, schema; written last, so a dataset without it does not exist
-    9c41d2-0.npy           a column; the first part of the name identifies the attempt to write the dataset
+    9c41d2a0-1b3f-0.npy    a column; the first part of the name identifies the attempt to write the dataset
+    9c41d2a0.sample        some rows as the driver has read them, until that attempt ends
     last_used              only its modification time matters; processes that read the dataset refresh it
 
 The root is a folder or a URI like `s3://bucket/prepared`.
@@ -10,9 +11,12 @@ The root is a folder or a URI like `s3://bucket/prepared`.
 
 import contextlib
 import json
+import re
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, Kind, from_json, list_of, mapping_of
@@ -22,6 +26,10 @@ from mlx_runtime.storage.leases import heartbeat
 MANIFEST = "manifest.json"
 
 LAST_USED = "last_used"
+
+_FOLDER = re.compile(r"\w+-[0-9a-f]{12}-[0-9a-f]{12}")
+_FILE = re.compile(r"\.*(manifest\.json|last_used|[0-9a-f]{8}\.sample|[0-9a-f]+(-[0-9a-f]+)+\.npy)(\.[0-9a-f]{8})*")
+"""Names of folders and files of datasets, also unfinished ones. Nothing else in a store is touched."""
 
 IN_USE_S = 300
 """Time for which a dataset counts as in use; processes that read it refresh `LAST_USED` more often."""
@@ -75,7 +83,7 @@ class Entry:
 
     name: str
     complete: bool  # False if it was not written to the end
-    size_bytes: int  # of all its files
+    size_bytes: int  # of all its files, without those of others
     age_s: float  # since it was last used or written
 
     @property
@@ -85,12 +93,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class PreparedSet:
-    """A prepared dataset to read in place of a dataset, with the attributes that loaders need."""
+    """A prepared dataset to read in place of a dataset, with the attributes that loaders need.
+
+    If it has an `attempt`, it is missing, and the workers write it first; its manifest does not name columns yet.
+    """
 
     root: str  # of its store
     manifest: Manifest
     attributes: Mapping[str, Any]  # `batch_size`, `row_counts` and others of the dataset
-    cache_bytes: float = float("inf")  # space for copies on a machine, if the root is on an object store
+    max_bytes: float = float("inf")  # of the store, and of copies on a machine if the root is on an object store
+    attempt: str = ""  # id of the attempt to write it
+
+    def is_written(self) -> bool:
+        """Return True once the workers have written a missing one."""
+        return Store(self.root).find(self.manifest.name) is not None
 
 
 class Store:
@@ -101,9 +117,9 @@ class Store:
         self.storage = storage_at(root)
 
     def names(self) -> list[str]:
-        """Return the names of all datasets, complete or not. Other files may be among them."""
+        """Return the names of all datasets, complete or not."""
         with storage_errors(f"cannot read {self.root}"):
-            return [name for name in self.storage.names() if not name.startswith(".")]
+            return [name for name in self.storage.names() if _FOLDER.fullmatch(name)]
 
     def find(self, name: str) -> Manifest | None:
         """Return the manifest of a dataset, or None if any part of the dataset cannot be read."""
@@ -122,13 +138,13 @@ class Store:
         return True
 
     def entries(self) -> list[Entry]:
-        """Return all folders, least recently used first."""
+        """Return all datasets, least recently used first."""
         names = self.names()
         with storage_errors(f"cannot read {self.root}"):
             return sorted(map(self._entry, names), key=lambda item: -item.age_s)
 
     def _entry(self, name: str) -> Entry:
-        files = self.storage.listed(name)
+        files = [file for file in self.storage.listed(name) if _FILE.fullmatch(file.name)]
         changed = max((file.modified_s for file in files), default=time.time())
         complete = any(file.name == MANIFEST for file in files)
         size_bytes = sum(file.size_bytes for file in files)
@@ -146,10 +162,31 @@ class Store:
         with contextlib.suppress(OSError):
             self.storage.write(b"", name, LAST_USED)
 
-    def remove_empty(self, name: str) -> None:
-        """Remove the folder of a dataset in which nothing was written."""
+    @contextlib.contextmanager
+    def attempt(self, name: str, sample: bytes = b"") -> Iterator[str]:
+        """Provide the id of an attempt to write a dataset, with which its files begin. One of them is `ID.sample`.
+
+        After the block, those that are not published are removed.
+        """
+        attempt = uuid.uuid4().hex[:8]
+        try:
+            with storage_errors(f"cannot write a prepared dataset to {self.root}"):
+                if self.storage.local:
+                    Path(self.storage.of(name)).mkdir(parents=True, exist_ok=True)
+                self.storage.write(sample, name, f"{attempt}.sample")
+            self.note_use(name)
+            yield attempt
+        finally:
+            self.discard(name, attempt)
+
+    def discard(self, name: str, attempt: str = "") -> None:
+        """Remove the files of a dataset, or of an attempt to write it; the columns only if it is not published."""
         with contextlib.suppress(OSError):
-            if self.storage.names(name) == [LAST_USED]:
+            published = self.storage.size_bytes(name, MANIFEST) is not None
+            for file in self.storage.names(name):
+                if _FILE.fullmatch(file) and file.startswith(attempt) and not (published and file.endswith(".npy")):
+                    self.storage.remove_file(name, file)
+            if self.storage.names(name) in ([], [LAST_USED]):
                 self.storage.remove_folder(name)
 
     def clean(self, max_bytes: float) -> list[Entry]:
@@ -176,7 +213,7 @@ class Store:
                 if manifest is not None:
                     self.storage.write(manifest, item.name, MANIFEST)
                 return False
-            self.storage.remove_folder(item.name)
+            self.discard(item.name)
         except OSError:
             return False
         return True

@@ -68,6 +68,7 @@ class RayGroup(RestartingGroup):
         self._grows = JOB_FLAG in os.environ and autoscaler.room().grows
         self._wait_s = cfg.elastic.wait_s if self._grows else 0.0  # for all workers, at the first start
         self._failed_starts = 0
+        self._written_first = [item for item in job.prepared.values() if item.attempt]
         self._start()
 
     def poll(self) -> bool:
@@ -130,11 +131,14 @@ class RayGroup(RestartingGroup):
         return self._reservation.since is not None and time.monotonic() > self._reservation.since + wait_s
 
     def _may_grow(self, attempt: Attempt) -> bool:
-        """Return True if there is room for more workers, and none of those that train is about to end."""
+        """Return True if there is room for more workers, and those that train neither prepare nor are about to end."""
         if time.monotonic() < attempt.begun + RESIZE_S or len(attempt.calls) < len(attempt.workers):
             return False
         grows = len(self._reservation.strategies()) > len(attempt.workers)
-        return grows and not self._stop_asked() and self._reservation.is_held()
+        if not grows or self._stop_asked() or not self._reservation.is_held():
+            return False
+        attempt.begun = time.monotonic()  # looks again after `RESIZE_S`
+        return all(item.is_written() for item in self._written_first)
 
     def _begin(self, room: Sequence[Any]) -> None:
         """Start the actors."""

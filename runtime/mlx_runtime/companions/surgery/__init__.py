@@ -1,1 +1,1 @@
-"""Upgrades of a project to a newer version of its template."""
+"""Proofs and upgrades of the user's own project: whether its runs resume exactly, and what is new in its template."""

@@ -1,12 +1,61 @@
-"""The commands that upgrade projects."""
+"""The commands that work on the user's own project: they prove experiments, and upgrade projects."""
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
 
 import click
 
-from mlx_runtime.cli import options
+from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.options import confirm, say
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, DATA_JOB, Kind
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import MlxError, UsageError, printable
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.files import to_json
+
+OUTCOMES = {True: "holds", False: "FAILS", None: "skipped"}
+
+
+@click.command("prove", context_settings=commands.OVERRIDES)
+@click.option("--seed", type=click.IntRange(min=0), help="Of the moments of the kills. Default: a random one.")
+@click.option("--kills", metavar="N", type=click.IntRange(min=1), default=3, show_default=True, help="Number of kills.")
+@options.json
+@options.verbosity
+@commands.variant_option
+@click.argument("overrides", nargs=-1)
+def train_prove(
+    seed: int | None, kills: int, as_json: bool, variants: tuple[str, ...], overrides: tuple[str, ...]
+) -> None:
+    """Prove that this experiment resumes exactly, and trains alike with 2 workers and 1. Exit with 1 if it does not.
+
+    Short runs in a temporary folder are compared: uninterrupted twice, killed and resumed, and with 2 workers and 1.
+    """
+    request = Request.of(overrides, variants=variants)
+    with contextlib.redirect_stdout(sys.stderr):
+        _, experiment = projects.load(AN_EXPERIMENT, request.overrides, "prove")
+    from mlx_runtime.companions.surgery import proving
+
+    seed = random.randrange(10_000) if seed is None else seed
+    report: Callable[[str], object] = str if Settings.read().quiet else partial(say, err=True)
+    proof = proving.Prover(experiment, request, seed=seed, kills=kills, say=report).prove()
+    if as_json:
+        checks = [{**vars(check), "by_design": proving.BY_DESIGN[check.name]} for check in proof.checks]
+        badge = proving.BADGE if proof.holds else ""
+        click.echo(to_json({**vars(proof), "checks": checks, "holds": proof.holds, "badge": badge}), nl=False)
+    else:
+        for check in proof.checks:
+            say(f"{OUTCOMES[check.holds]:<9} {check.name}: {check.text}")
+            for title, items in (("cause", check.causes), ("design", proving.BY_DESIGN[check.name])):
+                for item in items:
+                    say(f"  {title:<7} {item}")
+        if proof.folder:
+            say(f"runs      {proof.folder}")
+        say(f"badge     {proving.BADGE}" if proof.holds else "no badge  not every check holds")
+    sys.exit(proof.holds is False)
 
 
 def upgrade_command(kind: Kind) -> click.Command:

@@ -223,7 +223,7 @@ def read_epochs(run: RunFolder) -> Epochs:
         curves = read_curves(run.read(run.metrics.name).decode(errors="replace"))
         for name, points in curves.items():
             if not OF_TRAINING.match(name):
-                for _, value, epoch in points:
+                for _, value, epoch, _ in points:
                     found.setdefault(epoch, {})[name] = math.nan if value is None else value
     return found
 

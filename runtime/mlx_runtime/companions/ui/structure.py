@@ -34,9 +34,9 @@ def describe(overrides: Sequence[str] = (), why: str = "", conf: Path = CONF) ->
 
     A row is `{key, name, class, node, shape, parameters, note, modules}`: its key, like `datasets.train` or
     `models.net.layers.0`, which edges name; the key of its node in conf.yaml, if it has one; the shape of its output,
-    in which `n` is a size that equals the number of rows; the number of values in its parameters; and the rows of the
-    modules in it. The note of a model without a shape says why. The failure is the error in the loop, after the key in
-    conf.yaml of the innermost module that raised it, or "".
+    in which `n` is the first size that equals the number of rows; the number of its parameter values; and the rows of
+    the modules in it. The note of a model without a shape says why. The failure is the error in the loop, after the
+    key in conf.yaml of the innermost module that raised it, or "".
 
     Args:
         overrides: Hydra's.
@@ -144,7 +144,10 @@ class _Watch(TorchFunctionMode):
         module.register_forward_hook(after)
 
     def _shape(self, tensor: torch.Tensor) -> str:
-        return f"({', '.join('n' if size == self._rows else str(size) for size in tensor.shape)})"
+        sizes = [str(size) for size in tensor.shape]
+        if self._rows in tensor.shape:
+            sizes[tensor.shape.index(self._rows)] = "n"
+        return f"({', '.join(sizes)})"
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

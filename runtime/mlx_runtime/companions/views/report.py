@@ -8,6 +8,7 @@ import base64
 import functools
 import hashlib
 import html
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -51,8 +52,8 @@ OF_WORKERS = ("fragments", "replicas")
 OF_TRAINING = re.compile(rf"({'|'.join((GROUP, 'time', 'gpu', *OF_WORKERS))})/|.*_per_s$")
 """Names of numbers that are not results: learning rates, times, speeds, and the use of devices and networks."""
 
-Point = tuple[int, float | None, int]
-"""Step, value (None for NaN), epoch counted from 1."""
+Point = tuple[int, float | None, int, float | None]
+"""Step, value (None for NaN), epoch counted from 1, seconds since 1970 if they are known."""
 
 
 def render_run(folder: RunFolder, ask: AskJobs | None = None) -> str:
@@ -69,7 +70,7 @@ def render_run(folder: RunFolder, ask: AskJobs | None = None) -> str:
         facts=known_facts(row),
         charts=charts,
         metrics={name: format_number(value) for name, value in sorted(row.metrics.items())},
-        checkpoints=_checkpoint_table(row),
+        checkpoints=checkpoint_table(row),
         config=text(folder.document, folder.conf.name),
         log=_log(text(folder.read, logs.log_name())),
         problems=problems,
@@ -163,7 +164,7 @@ def _sweep(row: Row) -> str:
     return f"{row.sweep['name']}, trial {row.sweep['trial']}{fold}: {values}"
 
 
-def _checkpoint_table(row: Row) -> list[dict[str, str]]:
+def checkpoint_table(row: Row) -> list[dict[str, str]]:
     """Return a table of the checkpoints of a run, newest first."""
     try:
         found = list_checkpoints(row.folder.checkpoints)
@@ -209,9 +210,11 @@ def read_curves(lines: str, problems: list[str] | None = None) -> dict[str, list
         if row is None:
             damaged += 1
             continue
+        time = time if NUMBER.fits(time := row.get("timestamp")) else None
         for name, value in row.items():
             if name not in ("step", "epoch", *FACTS) and NUMBER.or_null().fits(value):
-                found.setdefault(name, []).append((row["step"], value, row["epoch"] + 1))
+                known = None if value is None or math.isnan(value) else value
+                found.setdefault(name, []).append((row["step"], known, row["epoch"] + 1, time))
     if damaged and problems is not None:
         problems.append(f"{plural(damaged, 'line')} of metrics.jsonl cannot be read")
     return found
@@ -231,25 +234,28 @@ def group_charts(curves: Mapping[str, Sequence[Point]], monitor: str | None) -> 
         order = 2 if OF_TRAINING.match(name) else 1
         chart = charts.setdefault(title, {"title": title, "order": order, "curves": []})
         chart["order"] = 0 if name == monitor else chart["order"]
-        steps, values, epochs = zip(*thin(points), strict=True)
+        steps, values, epochs, _ = zip(*thin(points), strict=True)
         chart["curves"].append({"name": escape(label or title), "x": steps, "y": values, "epochs": epochs})
     return sorted(charts.values(), key=lambda chart: chart["order"])
 
 
 def escape(text: str) -> str:
     """Escape markup that Plotly would interpret in a text: tags and `%{...}`."""
-    return html.escape(text).replace("%", "&#37;")
+    return html.escape(text, quote=False).replace("%", "&#37;")
 
 
-def thin(points: Sequence[Point]) -> Sequence[Point]:
-    """Reduce a curve to at most `MAX_POINTS` points without changing its look: peaks are kept."""
-    if len(points) <= MAX_POINTS:
+def thin(points: Sequence[Any], most: int = MAX_POINTS) -> Sequence[Any]:
+    """Reduce a curve to at most so many points without changing its look: peaks and gaps are kept.
+
+    The second field of a point is its value, or None in a gap.
+    """
+    if len(points) <= most:
         return points
-    kept: dict[int, Point] = {0: points[0], len(points) - 1: points[-1]}
-    sections = MAX_POINTS // 2 - 1
+    kept, sections = {0, len(points) - 1}, max(1, (most - 2) // 3)
     for section in range(sections):
         first, end = (len(points) * edge // sections for edge in (section, section + 1))
         known = [(value, index) for index in range(first, end) if (value := points[index][1]) is not None]
-        for _, index in (min(known), max(known)) if known else [(None, first)]:
-            kept[index] = points[index]
-    return [kept[index] for index in sorted(kept)]
+        kept |= {index for _, index in (min(known), max(known))} if known else set()
+        if len(known) < end - first:
+            kept.add(next(index for index in range(first, end) if points[index][1] is None))
+    return [points[index] for index in sorted(kept)]

@@ -6,6 +6,7 @@ Epochs are counted from 1 here, as in the output.
 import collections
 import contextlib
 import datetime
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +42,9 @@ Result = TypeVar("Result")
 
 AskJobs = Callable[[set[tuple[str, str]]], Mapping[tuple[str, str], str]]
 """Returns the status of jobs by address and id, if their clusters know it."""
+
+Load = Callable[[RunFolder], Mapping[str, Any]]
+"""Returns the record of a run, or raises StorageError."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +121,20 @@ class Row:
 
     def fields(self) -> dict[str, Any]:
         """Return plain values for `--json`."""
-        best = self.record.get("best") or {}
+        best, labels, problem = self.record.get("best") or {}, {}, self.problem
+        try:
+            labels = {} if is_remote(self.folder.location) else records.load_labels(self.folder)
+        except StorageError as error:
+            problem = problem or str(error)
         return {
             "experiment": self.folder.experiment,
             "run": self.folder.name,
             "status": self.status,
             "waits_for": self.waits_for,
             "reason": self.reason,
-            "problem": self.problem,
+            "problem": problem,
+            "tags": labels.get("tags", []),
+            "note": labels.get("note"),
             "epoch": self.epoch,
             "epochs": self.record.get("epochs"),
             "monitor": self.monitor,
@@ -143,6 +153,7 @@ class Row:
             "attempts": self.record.get("attempts") or [],
             "job": self.record.get("job"),
             "sweep": self.record.get("sweep"),
+            "config": self.record.get("values"),
             "place": self.folder.location,
         }
 
@@ -179,22 +190,26 @@ def list_rows(
     mode: str | None = None,
     ask: AskJobs | None = None,
     empty_sweeps: bool = False,
+    root: str | None = None,
+    load: Load = records.load_record,
 ) -> list[Row]:
     """List the runs of an experiment, of the whole storage, or of a repository like `hf://user/name`, oldest first.
 
     Optionally, list only runs with a status, or of a sweep, named with or without `sweep_`. `sort` names a metric to
     sort by, best first: by `mode`, or else by the `cfg.mode` of the runs that monitor it, or else smallest first. Runs
-    without a value come last. With `empty_sweeps`, sweeps without runs are listed, too.
+    without a value come last. With `empty_sweeps`, sweeps without runs are listed, too. `root` is the storage, if
+    not that of the working directory, and `load` returns the records.
     """
     if name is not None and is_remote(name):
         return [_remote_row(name)]
-    root = lookup.storage_root()
+    root = root or lookup.storage_root()
     folders = list_runs(root, name, sweeps=empty_sweeps)
     if name is not None and not folders:
         find_run(root, name)  # raises an error that lists the experiments
-    found = summarize([folder for folder in folders if not folder.name.startswith(SWEEP)], ask)
+    found = summarize([folder for folder in folders if not folder.name.startswith(SWEEP)], ask, load)
     filled = {row.sweep_folder for row in found}
-    found += summarize([folder for folder in folders if folder.name.startswith(SWEEP) and folder not in filled], ask)
+    empty = [folder for folder in folders if folder.name.startswith(SWEEP) and folder not in filled]
+    found += summarize(empty, ask, load)
     found = [Row(row.folder, "PENDING", {}) if row.problem and _is_new(row.folder) else row for row in found]
     if sweep is not None:
         known = {row.sweep["name"] for row in found if row.sweep}
@@ -206,9 +221,9 @@ def list_rows(
     return [row for row in found if status in (None, row.status)]
 
 
-def summarize(folders: Sequence[RunFolder], ask: AskJobs | None = None) -> list[Row]:
+def summarize(folders: Sequence[RunFolder], ask: AskJobs | None = None, load: Load = records.load_record) -> list[Row]:
     """Read the records of runs, and ask the clusters of live ones."""
-    rows = map_concurrently(_row, folders)
+    rows = map_concurrently(functools.partial(_row, load), folders)
     jobs = {
         row.folder: (job["address"], job["id"])
         for row in rows
@@ -232,9 +247,9 @@ def _with_job(row: Row, job: str | None) -> Row:
     return replace(row, status=records.status_of(row.record, job), reason=reason)
 
 
-def _row(folder: RunFolder) -> Row:
+def _row(load: Load, folder: RunFolder) -> Row:
     try:
-        record = records.load_record(folder)
+        record = load(folder)
     except StorageError as error:
         return Row(folder, UNREADABLE, {}, str(error))
     return Row(folder, records.status_of(record), record)

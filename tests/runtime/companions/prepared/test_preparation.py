@@ -1,7 +1,8 @@
 """Prepared datasets are found only if code, arguments and data are the same."""
 
+import contextlib
+import dataclasses
 import importlib
-import os
 import sys
 import tempfile
 import time
@@ -12,13 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from mlx_runtime.companions.prepared import preparation
 from mlx_runtime.companions.prepared.columns import load_columns
 from mlx_runtime.companions.prepared.fingerprints import Candidate
-from mlx_runtime.companions.prepared.store import Store
-from mlx_runtime.errors import DatasetError
+from mlx_runtime.companions.prepared.store import PreparedSet, Store
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import DatasetError, StorageError
+from mlx_runtime.events import Event, Notice
 
 pytestmark = pytest.mark.pure
 
@@ -58,6 +61,18 @@ HELPER = """
     """
 
 
+def prepared(candidates: list[Candidate], root: str, tell: Callable[[str], None]) -> dict[str, PreparedSet]:
+    """Prepare datasets in this process, without workers."""
+
+    def emit(event: Event) -> None:
+        if isinstance(event, Notice):
+            tell(event.text)
+
+    with contextlib.ExitStack() as stack:
+        sets = preparation.make(candidates, root, float("inf"), emit, stack)
+        return preparation.write(sets, candidates, Topology(0, 1, torch.device("cpu")), 2, emit)
+
+
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """An importable project, with methods to prepare and find its dataset and to edit its modules."""
@@ -78,16 +93,15 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleN
         return [Candidate("train", node, node, 0, tmp_path, str(tmp_path / "runs"))]
 
     def prepare(**arguments: object) -> list[int]:
-        sets = preparation.make(candidates(**arguments), str(tmp_path / "runs" / "sets"), told.append, lambda *_: None)
-        return values(sets)
+        return values(prepared(candidates(**arguments), str(tmp_path / "runs" / "sets"), told.append))
 
     def find(**arguments: object) -> list[int] | None:
         found = preparation.find(candidates(**arguments), str(tmp_path / "runs" / "sets"), told.append)
         return values(found) if found else None
 
     def values(sets: dict) -> list[int]:
-        prepared = sets["train"]
-        return load_columns(Store(prepared.root), prepared.manifest, tmp_path, max_bytes=0)["x"].tolist()
+        item = sets["train"]
+        return load_columns(Store(item.root), item.manifest, tmp_path, max_bytes=0)["x"].tolist()
 
     edit("rows", ORIGINAL)
     edit("rowsource", HELPER)
@@ -215,6 +229,20 @@ class Changing(Fixed):
         self.epoch = epoch
 
 
+class Stream(IterableDataset):
+    def __len__(self):
+        return 100
+
+    def __iter__(self):
+        return (torch.tensor([float(row)]) for row in range(100))
+
+    ray_map_batches = staticmethod(Fixed.ray_map_batches)
+
+
+def opened_stream() -> Stream:
+    return Stream()
+
+
 class Opened(Fixed):
     """Opens its file when it reads the first row, as h5py and tarfile do."""
 
@@ -232,24 +260,25 @@ class Opened(Fixed):
         return torch.tensor([float(self.file.read(4))])
 
 
-Make = Callable[[type], dict]
+Make = Callable[[Callable], dict]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    def make(cls: type) -> dict:
+    def make(cls: Callable) -> dict:
         node = {"_target_": f"{__name__}.{cls.__name__}"}
         candidate = Candidate("train", node, node, 0, Path(__file__).parent)
-        return preparation.make([candidate], str(tmp_path), print, lambda *_: None)
+        return prepared([candidate], str(tmp_path), print)
 
     return make
 
 
 def test_a_dataset_that_declines_is_not_prepared(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    assert make(Flipped) == make(Changing) == {}
+    assert make(Flipped) == make(Changing) == make(Stream) == {}
     assert capsys.readouterr().out == (
         "datasets.train is not prepared: Flipped.prepare is False\n"
         "datasets.train is not prepared: Changing has set_epoch, so its rows may differ by epoch\n"
+        "datasets.train is not prepared: Stream is a stream\n"
     )
 
 
@@ -272,10 +301,26 @@ def test_what_cannot_be_stored_is_refused_and_leaves_nothing(
     assert Store(str(tmp_path)).entries() == []
 
 
+def test_a_stream_that_a_function_opens_is_prepared_in_its_order(make: Make, tmp_path: Path) -> None:
+    item = make(opened_stream)["train"]
+    columns = load_columns(Store(item.root), item.manifest, tmp_path, max_bytes=0)
+    assert columns["x"].flatten().tolist() == [*range(100)]
+    assert make(opened_stream)["train"] == item
+
+
+def test_a_worker_that_does_not_see_the_store_is_refused(tmp_path: Path) -> None:
+    node = {"_target_": f"{__name__}.Fixed"}
+    candidates = [Candidate("train", node, node, 0, Path(__file__).parent)]
+    with contextlib.ExitStack() as stack:
+        sets = preparation.make(candidates, str(tmp_path / "driver"), float("inf"), lambda _: None, stack)
+        elsewhere = {"train": dataclasses.replace(sets["train"], root=str(tmp_path / "worker"))}
+        with pytest.raises(StorageError, match=r"rank 0 on \S+ cannot read .*worker; cfg.preparation.path must be a "):
+            preparation.write(elsewhere, candidates, Topology(0, 1, torch.device("cpu")), 2, lambda _: None)
+
+
 @pytest.mark.local
 def test_reading_processes_open_their_own_files(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "NOT_WORTH_A_PROCESS_S", 1e-6)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    prepared = make(Opened)["train"]
-    columns = load_columns(Store(prepared.root), prepared.manifest, tmp_path, max_bytes=0)
+    item = make(Opened)["train"]
+    columns = load_columns(Store(item.root), item.manifest, tmp_path, max_bytes=0)
     assert columns["x"].flatten().tolist() == [*range(100)]

@@ -1,0 +1,93 @@
+"""`mlx train prove` holds for experiments that keep the rules, and names the fault of those that do not."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Mlx
+
+pytestmark = pytest.mark.kills
+
+Prove = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def prove(mlx: Mlx, request: pytest.FixtureRequest) -> Prove:
+    """`prove(folder, override)` returns what the command prints as JSON."""
+
+    def run(folder: Path, *words: str) -> dict[str, Any]:
+        done = mlx(folder, "train", "prove", "--json", "--seed=1", *words)
+        found: dict[str, Any] = json.loads(done.stdout)
+        assert done.returncode == (1 if found["holds"] is False else 0), done.stderr
+        assert bool(found["badge"]) == (found["holds"] is True)
+        if found["folder"]:
+            request.addfinalizer(lambda: shutil.rmtree(found["folder"]))
+            assert Path(found["folder"], "whole", "runs").is_dir()
+        assert not (folder / "runs").exists()
+        return found
+
+    return run
+
+
+def outcomes(found: dict[str, Any]) -> list[bool | None]:
+    return [check["holds"] for check in found["checks"]]
+
+
+def test_the_template_holds(prove: Prove, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    found = prove(digits, "--kills=2")
+    assert outcomes(found) == [True, True, True]
+    assert "(worker of rank " in found["checks"][1]["text"]
+    assert "(driver of rank " in found["checks"][1]["text"]
+    assert found["badge"].startswith("![mlx train prove: deterministic, exact resume, 2 workers = 1](https://")
+    assert found["folder"] is None
+    assert not [*tmp_path.glob("mlx-*")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "named"),
+    [
+        ("operation", "deterministic", "torch.use_deterministic_algorithms names put_"),
+        ("import", "deterministic", "src.experiment.IMPORTED is "),
+        ("sum", "workers", "it is scaled by 0.5: return the mean"),
+        ("decay", "workers", "workers use other rows, or weigh them otherwise"),
+        ("metric", "workers", "it depends on which worker reads a row"),
+    ],
+)
+def test_only_the_fault_is_named(
+    fault: str, check: str, named: str, prove: Prove, experiment: Callable[[str], Path]
+) -> None:
+    found = prove(experiment("proofs"), "--kills=1", f"cfg.fault={fault}")
+    assert outcomes(found) == ([False, None, None] if check == "deterministic" else [True, True, False]), found
+    causes = {item["name"]: item["causes"] for item in found["checks"]}[check]
+    assert causes[0].startswith(named), found
+
+
+def test_what_checkpoints_lack_is_named(prove: Prove, experiment: Callable[[str], Path]) -> None:
+    """The process is killed as a whole, once there is a checkpoint, and resumed."""
+    faults = ("models.net.counts=true", "tools.noise.scale=0.1", "datasets.train.remembers=true")
+    words = ("--kills=1", "cfg.start_workers=0", "cfg.checkpoint_every_steps=null")
+    found = prove(experiment("proofs"), *words, *faults)
+    assert outcomes(found)[:2] == [True, False]
+    resume = found["checks"][1]
+    assert ", and resumed: the first difference is batch in step 9" in resume["text"], found
+    named = [cause.partition(" is ")[0] for cause in resume["causes"]]
+    assert named == ["tools.noise.source", "datasets.train.read", "models.net.calls"], found
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("none", "the run 'whole' failed, so nothing is proven: KeyError: 'none' (raised on rank 0)"),
+        ("die", "the run 'whole' failed, so nothing is proven: "),
+        ("diverges", "the weights become infinite or NaN, so nothing is proven"),
+    ],
+)
+def test_a_run_that_fails_proves_nothing(fault: str, why: str, mlx: Mlx, experiment: Callable[[str], Path]) -> None:
+    done = mlx(experiment("proofs"), "train", "prove", f"cfg.fault={fault}")
+    assert done.returncode == 1
+    assert f"error: {why}" in done.stderr
+    shutil.rmtree(Path(done.stderr.split()[-1]).parent)
