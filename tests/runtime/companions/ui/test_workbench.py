@@ -82,14 +82,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_call_runs_in_the_project_and_in_no_other_process(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_UI_TOKEN", "secret")
-    bench, path = Workbench(project), [*sys.path]
+    bench, path, before = Workbench(project), [*sys.path], {name: sys.modules.get(name) for name in ("src", "src.work")}
     first, second = (bench.call("src.work:size", ["a", {"b": 1}]) for _ in range(2))
     assert first["size"] == 2
     assert first["nan"] != first["nan"]
     assert first["places"] == [str(project), str(project), None]
     assert len({first["pid"], second["pid"], os.getpid()}) == 3
     assert sys.path == path
-    assert not {"src", "src.work"} & set(sys.modules)
+    assert {name: sys.modules.get(name) for name in before} == before
     assert bench.call("src.work:shout") == "done"
     assert bench.call("src.work:size", ["x" * 100] * 100_000)["size"] == 100_000
     with pytest.raises(MlxError, match="has no attribute 'missing'"):  # it fails before it needs its arguments
