@@ -21,7 +21,7 @@ OUTCOMES = {True: "holds", False: "FAILS", None: "skipped"}
 
 
 @click.command("prove", context_settings=commands.OVERRIDES)
-@click.option("--seed", type=click.IntRange(min=0), help="Of the moments of the kills. Default: a random one.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of the moments of kills. Default: random.")
 @click.option("--kills", metavar="N", type=click.IntRange(min=1), default=3, show_default=True, help="Number of kills.")
 @options.json
 @options.verbosity

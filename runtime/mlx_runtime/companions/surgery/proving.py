@@ -272,7 +272,7 @@ class Prover:
         if code:
             return Check("resume", False, f"{told}: it could not be resumed: {_why(job, code)}")
         if found := difference(whole, job):
-            causes = found[1] or ("a value that is neither in a checkpoint nor in an attribute, as a local variable",)
+            causes = found[1] or ("a value in neither a checkpoint nor an attribute, such as a local variable",)
             return Check("resume", False, f"{told}, and resumed: the first difference is {found[0]}", causes)
         starts = {note["process"]: note["step"] for note in reversed(job.notes()[0])}  # the first step of each
         if len([*job.folder.glob("killed_*")]) < len(kills) or [*starts.values()].count(updates[0]) > 1:

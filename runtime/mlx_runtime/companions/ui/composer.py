@@ -48,7 +48,7 @@ class Composer:
         self.turn += 1
         try:
             if not is_current:
-                raise MlxError("nothing is done: the page has changed since that click. Look, and click again")
+                raise MlxError("nothing was done: the page has changed since that click; check it, and click again")
             done = action(*given)
             if isinstance(done, composing.Draft):
                 self.draft, self.report = done, None

@@ -85,7 +85,7 @@ def diff(draft: Draft) -> str:
 
 def _refuse_changed(draft: Draft) -> None:
     if _read(draft.project / CONF) != draft.base:
-        raise UsageError(f"{CONF} has been changed since it was read here; nothing is done. Drop the changes here")
+        raise UsageError(f"{CONF} has been changed since it was read here; nothing was done. Click Drop changes")
 
 
 def save(draft: Draft) -> Draft:

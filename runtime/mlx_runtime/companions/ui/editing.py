@@ -286,20 +286,20 @@ def _literal(typed: str, hint: Any, key: str) -> Any:
             if isinstance(value, dict):
                 _refuse_node(value, hint, key)
             if "${" in json.dumps(value):
-                raise ConfigError(f"{key} is {typed!r:.100}, which resolves something; only ${{KEY}} may, as a whole")
+                raise ConfigError(f"{key} is {typed!r:.100}, an interpolation; only ${{KEY}} on its own is allowed")
             return value
     raise ConfigError(f"{key} is {typed!r:.100}, not of type {type_name(hint)}")
 
 
 def _refuse_node(node: Any, hint: Any, key: str) -> None:
     """Refuse a node within a typed value: it would call what it names."""
-    raise ConfigError(f"{key} is {node!r:.100}, which is no literal; choose a class in the list of classes instead")
+    raise ConfigError(f"{key} is {node!r:.100}, which is not a literal; choose from the list of classes instead")
 
 
 def _set(node: Any, key: str, name: str, typed: str) -> None:
     items, here = _arguments(object_at(node["_target_"]), [*node, name]), f"{key}.{name}"
     if name not in items or _is_fixed(node, here):
-        raise UsageError(f"{here} is no value of {node['_target_']} that can be typed here.{suggest(name, items)}")
+        raise UsageError(f"{here} is no argument of {node['_target_']} that can be typed here.{suggest(name, items)}")
     item = items[name]
     default = "???" if item.default is MISSING else plain(item.default)
     value = _literal(typed, item.annotation, here) if typed else default

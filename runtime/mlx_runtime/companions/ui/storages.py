@@ -35,7 +35,7 @@ class Storage:
         """Wait until the runs have been read, but not for ever, and for a storage that does not answer only once."""
         self._reader.join(max(0.0, self._began_s + WAIT_S - time.monotonic()))
         if self._reader.is_alive():
-            self.problem = f"{self.root} has not answered within {WAIT_S:g} s; these are its runs of the last time"
+            self.problem = f"{self.root} has not answered within {WAIT_S:g} s; showing its runs as last read"
 
     def _work(self) -> None:
         try:

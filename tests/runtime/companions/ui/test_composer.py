@@ -139,7 +139,7 @@ def test_a_network_is_composed_by_clicks_and_trained(digits: Path, environment: 
         person.choose("Node", "models.net._args_[3]: Linear", then="size of each input sample")
         person.fill(in_features="128", out_features="10", bias="false")
         page.evaluate("button('Apply').click(), button('Save conf.yaml').click()")  # before the result is shown
-        person.sees("nothing is done: the page has changed since that click")
+        person.sees("nothing was done: the page has changed since that click")
         assert (digits / CONF).read_text() == before
         for line in ("in_features: 128", "out_features: 10", "bias: false"):
             person.sees(f"+        {line}")
