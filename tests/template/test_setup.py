@@ -28,7 +28,7 @@ WITH_PIP = "uv failed (see .venv/uv.log); installing with pip, which takes sever
 
 def write_wheel(folder: Path, name: str, version: str = "0.1.0", code: str = "") -> None:
     info = f"{name}-{version}.dist-info"
-    extras = "".join(f"Provides-Extra: {extra}\n" for extra in ("serving", "sweeps", "train", "views"))
+    extras = "".join(f"Provides-Extra: {extra}\n" for extra in ("serving", "sweeps", "train", "ui", "views"))
     files = {
         f"{name}/__init__.py": "",
         f"{name}/__main__.py": code,

@@ -42,7 +42,7 @@ class Looker:
 
 
 def seen_by_runs(gpus):
-    job = SimpleNamespace(run=SimpleNamespace(experiment="gpus", name="run_001"))
+    job = SimpleNamespace(prepared={}, run=SimpleNamespace(experiment="gpus", name="run_001"))
     cfg = TrainConfig(start_workers=2, gpus_per_worker=gpus)
     with engine.OnRay.connect(cfg, "") as cluster:
         workers = engine.OnRay(cfg, cluster, timeout_s=60).start(job, None, None)

@@ -98,4 +98,4 @@ def test_what_a_sweep_says_stays_text(open_page: Any, tmp_path: Path) -> None:
     assert page.evaluate("window.pwned === undefined && !document.querySelector('img, main script, main b, iframe')")
     assert page.evaluate(TEXT).count(EVIL) >= 8
     ticks = page.evaluate("document.querySelectorAll('.plot')[1].querySelector('.xtick text').textContent")
-    assert ticks == f"'{EVIL}0'"
+    assert ticks == f'"{EVIL}0"'

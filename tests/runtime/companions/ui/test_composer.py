@@ -151,7 +151,7 @@ def test_a_network_is_composed_by_clicks_and_trained(digits: Path, environment: 
         page.until("field('in_channels')?.value == '1'")
         person.fill(in_channels="32")
         person.click("Apply", then="no problems")
-        person.sees("(n, n, 2, 2)")  # 32 rows, and 32 channels
+        person.sees("(n, 32, 2, 2)")
         person.sees("1,280")
         page.picture(tmp_path / "composed.png")
         person.click("Save conf.yaml", then="conf.yaml: no changes")
