@@ -286,7 +286,9 @@ def _literal(typed: str, hint: Any, key: str) -> Any:
             if isinstance(value, dict):
                 _refuse_node(value, hint, key)
             if "${" in json.dumps(value):
-                raise ConfigError(f"{key} is {typed!r:.100}, which contains an interpolation; only ${{KEY}} on its own is allowed")
+                raise ConfigError(
+                    f"{key} is {typed!r:.100}, which has an interpolation; only ${{KEY}} alone is allowed"
+                )
             return value
     raise ConfigError(f"{key} is {typed!r:.100}, not of type {type_name(hint)}")
 
