@@ -11,7 +11,7 @@ from mlx_runtime.companions.ui.tables import roots, runs_table
 from mlx_runtime.errors import short_message
 
 WAIT_S = 5.0
-"""Time for a storage to answer; after that, its runs of the last time are shown."""
+"""Time for a storage to answer; after that, its runs are shown as last read."""
 
 
 class Storage:
@@ -32,7 +32,7 @@ class Storage:
                 self._reader.start()
 
     def wait(self) -> None:
-        """Wait until the runs have been read, but not for ever, and for a storage that does not answer only once."""
+        """Wait until the runs have been read, for at most `WAIT_S` from the beginning of the read."""
         self._reader.join(max(0.0, self._began_s + WAIT_S - time.monotonic()))
         if self._reader.is_alive():
             self.problem = f"{self.root} has not answered within {WAIT_S:g} s; showing its runs as last read"

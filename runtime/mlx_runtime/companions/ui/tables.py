@@ -78,9 +78,8 @@ def runs_table(
     `best_epoch`, `tags`, `note`, `start`, `end`, `duration_s`, `error`, `place` (path or URI of the run's folder), …
     The mappings among the fields become columns with a prefix: `metrics.val/loss` has the latest value of a metric,
     `config.optimizers.adam.lr` a value of conf.yaml, `sweep.trial` and `job.id` what the run belongs to, at most 200
-    for each run and prefix. Runs
-    without `config` began with an earlier version. A run whose record cannot be read has the status `UNREADABLE`, and
-    the reason in `problem`.
+    for each run and prefix. A run without `config` began with an earlier version. A run whose record cannot be read has
+    the status `UNREADABLE`, and the reason in `problem`.
 
     Args:
         storage: a storage, or several; by default that of the experiment in the working directory, or `MLX_STORAGE`.
