@@ -59,6 +59,8 @@ ON_OTHERS = {
     ("serving", "ray"),
     ("serving", "sharding"),
     ("sharding", "ray"),
+    ("surgery", "hub"),
+    ("surgery", "sharding"),
     ("sweeps", "notebook"),
     ("sweeps", "ray"),
     ("sweeps", "views"),

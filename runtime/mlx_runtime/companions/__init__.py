@@ -46,7 +46,7 @@ COMPANIONS = {
     "sharding": Companion(("xp consolidate",)),
     "slurm": Companion(jobs=Jobs(("slurm",), "slurm.queue", "launch --slurm", requeues=True)),
     "stores": Companion(),
-    "surgery": Companion(("data upgrade", "train prove", "train upgrade")),
+    "surgery": Companion(("data upgrade", "train prove", "train upgrade", "xp surgery")),
     "sweeps": Companion(("train sweep",)),
     "torchrun": Companion(("train join",)),
     "ui": Companion(("train draw", "xp tag", "xp ui")),

@@ -18,6 +18,9 @@ from mlx_runtime.config.constructors.signatures import (
 from mlx_runtime.config.constructors.targets import import_problem, object_at, path_of
 from mlx_runtime.errors import suggest
 
+REPLACED = {"cfg.restore_strict": " Weights from elsewhere come from cfg.transfer."}
+"""Cures for settings of earlier versions, by key."""
+
 
 class Problem(NamedTuple):
     """The full key of a value, a line with the key, the problem and the cure, and whether text lacks quotes."""
@@ -113,7 +116,8 @@ def _argument_problems(node: Tree, path: str, items: list[Parameter], key: str) 
         elif name == "_args_":
             yield from _value_problems(value, Any, here, path)
         elif not takes_any_keyword(items) and name not in ("_target_", "_partial_"):
-            yield Problem(here, f"{here}: {path} has no such argument.{suggest(name, by_name)}")
+            cure = REPLACED.get(here) or suggest(name, by_name)
+            yield Problem(here, f"{here}: {path} has no such argument.{cure}")
     if node.get("_partial_") or "_args_" in node:
         return
     for item in items:

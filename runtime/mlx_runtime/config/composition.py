@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mlx_runtime.config.building import Tree, build, build_cfg, runtime_settings
-from mlx_runtime.config.checks import Problem, problems_of, settings_problems
+from mlx_runtime.config.checks import REPLACED, Problem, problems_of, settings_problems
 from mlx_runtime.config.constructors.signatures import base_of, groups, parameters
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.interpolation import escape, plain_tree, values_by_key
@@ -198,7 +198,8 @@ def read(
             key, added = item.key_or_group, str(item.input_line).startswith("+")
             if item.package or not (key in keys or added or any(key.startswith(f"{node}.") for node in replaced)):
                 name = f"{key}@{item.package}" if item.package else key  # of a config group, which Hydra has
-                problems.append(Problem(key, f"there is no key {name!r} in {title}.{suggest(name, keys)} {cure}"))
+                near = REPLACED.get(key) or suggest(name, keys)
+                problems.append(Problem(key, f"there is no key {name!r} in {title}.{near} {cure}"))
             elif item.is_delete() and key in keys and "=" in str(item.input_line) and keys[key] != item.value():
                 problems.append(Problem(key, f"{key} is {keys[key]!r:.100}, not {item.value()!r:.100}"))
             elif not item.is_delete():

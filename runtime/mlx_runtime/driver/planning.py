@@ -124,9 +124,11 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
         stack.callback(engine.close)
         if config.run is not None:
             _require_checkpoint(config.run, config.cfg)
-        elif path := config.cfg.restore_checkpoint_path:
+        elif config.cfg.transfer or str(config.cfg.restore_checkpoint_path).endswith(".safetensors"):
+            config = companions.part("surgery.transferring").pin(config)
+        if config.run is None and (path := config.cfg.restore_checkpoint_path):
             before = store.read(path, whole=False).get("config")
-            if before and config.cfg.restore_strict and config.checkpoint is None:
+            if before and config.checkpoint is None:
                 from mlx_runtime.loop.resuming import changes_since
 
                 config = dataclasses.replace(config, changes=changes_since(before, config))

@@ -108,7 +108,7 @@ def load_config(
     choice = choose_run(request, experiment, composition, mirrors=not (keys_only or request.fast))
     typed, implied, run = (*typed, *choice.typed), choice.implied, choice.run
     if checkpoint is not None:
-        implied = (*implied, start_from(checkpoint), "++cfg.restore_strict=true")
+        implied = (*implied, start_from(checkpoint))
     if is_launched() and not any(item.lstrip("+").startswith("cfg.start_workers=") for item in typed):
         implied = (*implied, f"cfg.start_workers={os.environ['WORLD_SIZE']}")
     if request.fast and run is not None:

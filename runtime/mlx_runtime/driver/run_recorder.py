@@ -180,6 +180,8 @@ def _facts(plan: RunPlan, *, launched: bool) -> dict[str, Any]:
     if plan.fold is not None:
         split = cfg.cross_validation
         facts["fold"] = {"fold": split.fold, "folds": split.folds, "rows": plan.fold.digest}
+    if cfg.transfer:
+        facts["transfer"] = companions.part("surgery.transferring").hashes(cfg.transfer)
     return facts | {
         "status": "RUNNING",
         "seed": cfg.seed,

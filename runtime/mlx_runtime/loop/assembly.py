@@ -73,7 +73,7 @@ def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any])
     if not any(is_pretrained(object_at(target)) for target in targets_of(models)):
         return False
     some = broadcast(CheckpointStore(job.folder.checkpoints).any() if topology.writes else None)
-    return bool(some or (cfg.restore_checkpoint_path and cfg.restore_strict))
+    return bool(some or cfg.restore_checkpoint_path)
 
 
 def dataset_shards(

@@ -24,7 +24,6 @@ from mlx_runtime.runs.checkpoints.groups import (
     State,
     copy_to_cpu,
     load_into,
-    load_what_fits,
     members,
     merge_ranks,
     on_device,
@@ -68,6 +67,7 @@ class Checkpointer:
         self._valued_at: tuple[int, int] | None = None  # epoch and global step of that checkpoint
         self._unfinished: _Unfinished | None = None
         self._from_sharded = False  # the checkpoint to restore has shards
+        self._transferred = False  # models have the weights of `cfg.transfer`
         allowed = reporter.tracking.push_for_checkpoint if reporter.tracking is not None else lambda: None
         self._saver = BackgroundSaver(context.checkpoints, self._complete, allowed)
         if context.topology.writes:
@@ -298,15 +298,12 @@ class Checkpointer:
             notice(f"restored  {saved.path(latest)} (epoch {state['epoch'] + 1}, step {state['global_step']})")
             return state, prepared
         if not path:
+            if self._context.cfg.transfer and not self._transferred:
+                self._transferred = True  # the loop may call `restore_checkpoint`, too
+                companions.part("surgery.transferring").transfer(self._context, self._reporter)
             return None
         state = self._read(partial(store.read, path, whole=False))
         self._from_sharded = state["sharded"]
-        if not self._context.cfg.restore_strict:
-            options = {"prepared": self._layouts().of_values_now} if self._is_sharded() else {}
-            for line in load_what_fits(self._context.groups["models"], state["models"], **options):
-                notice(f"          {line}")
-            notice(f"weights   of {path} (epoch {state['epoch'] + 1}); everything else starts from scratch")
-            return None
         notice(f"restored  {path} (epoch {state['epoch'] + 1}, step {state['global_step']})")
         return state, self._prepare(state)
 

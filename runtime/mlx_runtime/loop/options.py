@@ -52,8 +52,8 @@ class TrainConfig:
         name: experiment name, and folder of its runs in the storage.
         restore_checkpoint_path: folder or URI of a checkpoint that a new run starts from, or the mirror of a run, like
             `hf://user/name` or `hf://user/name/checkpoints/epoch_0004`; None starts from scratch.
-        restore_strict: everything must match that checkpoint; `false` loads only weights whose names and shapes match,
-            and lists the others.
+        transfer: weights of a new run from elsewhere, by model: `{"net": {"source": "run_003@best", "rules": [...]}}`;
+            everything else starts from scratch.
         start_epoch: first epoch; set by the runtime when a checkpoint is restored.
         num_epochs: total number of epochs; a run that resumes after 3 of 10 trains 7 more.
         max_steps: maximum number of training steps, in all epochs and attempts. The run then ends successfully, with a
@@ -109,7 +109,7 @@ class TrainConfig:
 
     name: str = "experiment"
     restore_checkpoint_path: str | None = None
-    restore_strict: bool = True
+    transfer: dict[str, Any] | None = None
     start_epoch: int = at_least(0, 0)
     num_epochs: int = at_least(0, 10)
     max_steps: int | None = at_least(1, None)
@@ -168,6 +168,8 @@ class TrainConfig:
         clip = cfg.gradient_clip
         if clip is not None and not clip > 0:  # NaN is refused, too
             problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
+        if cfg.transfer:
+            problems += companions.part("surgery.rules").problems(cfg)
         if find_spec("torch") is not None:  # otherwise, the job checks the rest
             if cfg.strategy in STRATEGIES or "." in cfg.strategy:
                 problems += strategy_problems(cfg)

@@ -38,14 +38,14 @@ from mlx_runtime.storage.redaction import HIDDEN, LEFT_OUT, is_secret, redact, u
 
 FIXED = {
     *("cross_validation", "debug.limit_batches"),
-    *("debug.overfit_batches", "name", "restore_checkpoint_path", "restore_strict", "seed", "start_epoch"),
+    *("debug.overfit_batches", "name", "restore_checkpoint_path", "seed", "start_epoch", "transfer"),
 }
 """Settings and sections that cannot change: they determine the start of a run and its data."""
 
 IGNORED = {"storage_path"}
 """Settings that locate a run and do not affect it."""
 
-START = IGNORED | {"name", "restore_checkpoint_path", "restore_strict", "start_epoch"}
+START = IGNORED | {"name", "restore_checkpoint_path", "start_epoch", "transfer"}
 """Settings that every new run from a checkpoint may choose for itself."""
 
 MAY_START = {"lr", "weight_decay"}
@@ -142,7 +142,7 @@ def allowed_changes(run: RunFolder, conf: Path, config: Config, another: str) ->
 def changes_since(before: Mapping[str, Any], config: Config) -> tuple[Change, ...]:
     """Return the differences from the config of a checkpoint that a new run starts from."""
     found = _known_changes(unredact(before, config.shown, config.tree), config.tree)
-    return tuple(change for change in found if change.key.removeprefix("cfg.") not in START)
+    return tuple(change for change in found if change.key.removeprefix("cfg.").partition(".")[0] not in START)
 
 
 def _known_changes(before: Any, after: Any) -> list[Change]:

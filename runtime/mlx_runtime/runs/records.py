@@ -125,6 +125,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     ).or_null(),
     "datasets": mapping_of(mapping_of(COUNT)),
     "fold": mapping_with({"fold": COUNT, "folds": COUNT, "rows": TEXT}).or_null(),
+    "transfer": mapping_of(mapping_of(TEXT)).or_null(),  # hashes of the sources of weights, by model
     "values": mapping_of(SCALAR).or_null(),  # of conf.yaml by full key, without secrets
     REPLACED: Kind("a record", lambda value: value is None or misfit(value, SHAPE) is None),
 }

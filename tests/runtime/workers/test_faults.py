@@ -201,23 +201,25 @@ def test_what_has_succeeded_is_not_run_again_and_more_epochs_extend_it(
 
 
 @pytest.mark.process
-def test_weights_that_fit_start_another_run(mlx: Mlx, folder: Path, whole_here: Path) -> None:
-    """From a run with another width: the layers in between keep their initial weights."""
+def test_a_checkpoint_of_another_model_is_refused_and_its_weights_are_transferred(
+    mlx: Mlx, folder: Path, whole_here: Path
+) -> None:
     checkpoint = run_of(whole_here) / "checkpoints" / "epoch_0002"
-    options = ["cfg.start_workers=0", "cfg.num_epochs=1", f"cfg.restore_checkpoint_path={checkpoint}"]
-    refused = mlx(folder, "train", "run", *options, "models.net.width=8")
+    options = ["cfg.start_workers=0", "cfg.num_epochs=0", "models.net.width=8"]
+    refused = mlx(folder, "train", "run", *options, f"cfg.restore_checkpoint_path={checkpoint}")
     assert refused.returncode == 1
     assert "models.net in the checkpoint does not fit the config: " in refused.stderr
     assert "changed   models.net.width: 16 → 8\n" in refused.stdout
-    options += ["models.net.width=8", "models.net.frozen=3", "cfg.restore_strict=false", "cfg.num_epochs=0"]
-    taken = mlx(folder, "train", "run", *options)
+    rules = "[{slice:{layers.0.*:0,layers.1.*:0,layers.3.weight:1}},{fresh:frozen}]"
+    transfer = [f"+cfg.transfer.net.source={checkpoint}", f"+cfg.transfer.net.rules={rules}"]
+    taken = mlx(folder, "train", "run", *options, "models.net.frozen=3", *transfer)
     assert taken.returncode == 0, taken.stderr
     sizes = re.search(r"([\d,]+) parameters, ([\d,]+) trained$", taken.stdout, re.MULTILINE)
     assert sizes is not None
     total, trained = (int(size.replace(",", "")) for size in sizes.groups())
     assert total == trained + 3
-    assert "models.net.layers.0.weight is (8, 6) here and (16, 6) in the checkpoint" in taken.stdout
-    assert f"weights   of {checkpoint} (epoch 2); everything else starts from scratch" in taken.stdout
+    assert f"transfer  from {checkpoint}\n" in taken.stdout
+    assert "    1  fresh frozen: frozen\n" in taken.stdout
     assert not re.search(r"^ *1/", taken.stdout, re.MULTILINE)
 
 

@@ -70,12 +70,6 @@ class Layouts:
             raise (DamagedError if damaged else StorageError)(text)
         return copied
 
-    def of_values_now(self, saved: Any, targets: Any) -> Any:
-        """Return a copy of plain values, read at once."""
-        copied = self.of_values(saved, targets)
-        self.reads.run()
-        return copied
-
     def of_member(self, member: Any, saved: Any) -> Any:
         """Return a copy of the state of a member of a group, like a model, an optimizer or a tool."""
         if isinstance(member, Optimizer):

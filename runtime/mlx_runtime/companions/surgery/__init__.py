@@ -1,1 +1,1 @@
-"""Proofs and upgrades of the user's own project: whether its runs resume exactly, and what is new in its template."""
+"""Work on the user's own project: proofs of exact resume, upgrades to a new template, and weights from elsewhere."""

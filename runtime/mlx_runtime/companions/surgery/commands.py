@@ -1,19 +1,22 @@
-"""The commands that work on the user's own project: they prove experiments, and upgrade projects."""
+"""The commands that prove experiments, upgrade projects, and inspect and rewrite weights."""
 
 import contextlib
 import random
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import click
 
 from mlx_runtime.cli import commands, options
-from mlx_runtime.cli.options import confirm, say
+from mlx_runtime.cli.options import PAGE, confirm, say, word
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, DATA_JOB, Kind
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import MlxError, UsageError, printable
+from mlx_runtime.runs.queries import lookup
+from mlx_runtime.runs.tables import print_table
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import to_json
 
@@ -56,6 +59,35 @@ def train_prove(
             say(f"runs      {proof.folder}")
         say(f"badge     {proving.BADGE}" if proof.holds else "no badge  not every check holds")
     sys.exit(proof.holds is False)
+
+
+@click.command("surgery")
+@click.argument("source", type=word, metavar="RUN")
+@click.argument("other", type=word, required=False)
+@options.json
+@click.option("--rules", type=PAGE, help="YAML file with rules, as in cfg.transfer, for --to.")
+@click.option("--to", "output", type=PAGE, metavar="NAME.safetensors", help="Write what the rules make of RUN.")
+def xp_surgery(source: str, other: str | None, as_json: bool, rules: Path | None, output: Path | None) -> None:
+    """List the tensors of RUN and, with OTHER, what changed from RUN to OTHER.
+
+    RUN and OTHER are run_003, digits/run_003@best, a checkpoint, a file of weights, or a repository like
+    hf://user/name. With --to, write RUN's weights by rules, for OTHER's shapes, to a file that new runs start from.
+    """
+    if (rules is None) != (output is None):
+        raise UsageError("--to writes what the rules in a file make; give --rules FILE.yaml and --to NAME.safetensors")
+    from mlx_runtime.companions.surgery import inspection, sources
+
+    one = sources.find(source, lookup.resolve_run)
+    two = sources.find(other, lookup.resolve_run) if other is not None else None
+    if rules is not None and output is not None:
+        for line in inspection.write(one, two, rules, output):
+            say(line)
+        return
+    rows = inspection.rows(sources.read(one), None if two is None else sources.read(two))
+    if as_json:
+        click.echo(to_json(rows), nl=False)
+    else:
+        print_table([inspection.cells(row) for row in rows], sys.stdout, whole=True)
 
 
 def upgrade_command(kind: Kind) -> click.Command:

@@ -12,7 +12,6 @@ from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
-from torch import nn
 
 from mlx_runtime.distributed.wrapping import is_sharded, unwrap
 from mlx_runtime.errors import ConfigError, StorageError, short_message
@@ -114,8 +113,8 @@ def load_into(
     if unmatched and title in ("models", "optimizers"):
         sides = ", ".join(f"{name} ({'only in the code' if name in present else 'only there'})" for name in unmatched)
         raise ConfigError(
-            f"the checkpoint does not fit: {title} {sides}. Restore with the code that saved it, or load the weights "
-            "that fit with cfg.restore_strict=false"
+            f"the checkpoint does not fit: {title} {sides}. Restore with the code that saved it, or load only "
+            "weights with cfg.transfer"
         )
     for name in sorted(set(present) & set(saved)):
         devices = {key.removeprefix(f"{name}."): device for key, device in (moved or {}).items()}
@@ -139,30 +138,6 @@ def _planned_steps(item: Any) -> list[tuple[Any, int]]:
     steps, parts = getattr(item, "total_steps", None), getattr(item, "_schedulers", None)
     inner = [found for part in parts for found in _planned_steps(part)] if isinstance(parts, list | tuple) else []
     return [(item, steps), *inner] if isinstance(steps, int) else inner
-
-
-def load_what_fits(
-    models: Any, saved: Mapping[str, Any], prepared: Callable[[State, State], State] = lambda fits, own: fits
-) -> list[str]:
-    """Load the weights whose name and shape fit. Return one line for each of the others.
-
-    `prepared` is called with the weights that fit and the model's own ones, and returns the weights to load.
-    """
-    lines = []
-    present = {name: unwrap(item) for name, item in members(models, nn.Module).items()}
-    for name in sorted(set(present) | set(saved)):
-        if name not in saved or name not in present:
-            lines.append(f"models.{name} is {'new' if name in present else 'only in the checkpoint'}")
-            continue
-        own, state = present[name].state_dict(), saved[name]
-        fits = {key: item for key, item in state.items() if key in own and _shape(own[key]) == _shape(item)}
-        for key in sorted((set(own) | set(state)) - set(fits)):
-            what = "new" if key in own else "only in the checkpoint"
-            if key in own and key in state:
-                what = f"{_shape(own[key])} here and {_shape(state[key])} in the checkpoint"
-            lines.append(f"models.{name}.{key} is {what}")
-        present[name].load_state_dict(prepared(fits, own), strict=False)
-    return lines
 
 
 def merge_ranks(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> State:

@@ -1,0 +1,204 @@
+"""Sources of weights: checkpoints of runs, files, and repositories of the Hugging Face Hub.
+
+A pinned source, like `/runs/digits/run_003/checkpoints/epoch_0004@sha256:3f2a…`, is found from any folder, and is
+refused if its content has changed.
+"""
+
+import hashlib
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlx_runtime import companions
+from mlx_runtime.companions import is_remote, reader_of
+from mlx_runtime.companions.surgery.rules import Transfer
+from mlx_runtime.errors import ConfigError, short_message
+from mlx_runtime.runs.checkpoints import store
+from mlx_runtime.runs.checkpoints.groups import UnreadTensor
+from mlx_runtime.runs.checkpoints.index import STATE, read_description
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.queries.lookup import find_checkpoint
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.files import is_uri, join_path, parent_of, storage_errors
+from mlx_runtime.storage.local import open_regular
+from mlx_runtime.storage.publishing import sha256_of
+
+MARK = "@sha256:"
+"""Between a pinned source and the SHA-256 of its content."""
+
+TENSORS = ".safetensors"
+FILES = (TENSORS, ".pth", ".pt", ".bin")
+"""Suffixes of files; torch reads the pickled ones without running code."""
+
+Tensors = Mapping[str, Any]
+"""Tensors by name: on the CPU, or not read yet; see `whole`."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a source.
+
+    Attributes:
+        title: the source, without its hash.
+        sha256: hash of its content.
+        models: its tensors by model; the model of a file has no name.
+    """
+
+    title: str
+    sha256: str
+    models: Mapping[str, Tensors]
+
+    @property
+    def pinned(self) -> str:
+        return f"{self.title}{MARK}{self.sha256}"
+
+    def of(self, model: str, chosen: str | None = None) -> Tensors:
+        """Return the tensors of the chosen model, or else of the one with this name, or else of the only one."""
+        if (name := chosen or model) in self.models:
+            return self.models[name]
+        if chosen is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        raise ConfigError(f"{self.title} has the models {', '.join(self.models)}; choose one of them with model")
+
+
+def find(text: str, run_of: Callable[[str], RunFolder]) -> str:
+    """Return a source, found from any folder, for the text that a user has typed.
+
+    Args:
+        text: a run like `run_003@best`, a checkpoint, a file or a repository; or a pinned source.
+        run_of: returns the run for a name like `run_003`.
+
+    Raises:
+        MlxError: there is no such run, checkpoint or repository.
+    """
+    name, mark, digest = text.partition(MARK)
+    if is_remote(name):
+        return text if mark else _current(name)
+    if not mark and not name.endswith(FILES) and not _is_checkpoint(name):
+        run, at, which = name.rpartition("@")
+        folder = run_of(run if at else name)
+        name = join_path(folder.checkpoints, find_checkpoint(folder, which if at else "latest").name)
+    return (name if is_uri(name) else str(Path(name).expanduser().resolve())) + mark + digest
+
+
+def read(source: str) -> Weights:
+    """Return the weights of a source that `find` has returned.
+
+    Raises:
+        ConfigError: it is gone or damaged, or is not the one that was pinned.
+    """
+    name, _, digest = source.partition(MARK)
+    if is_remote(name) and "/checkpoints/" not in name:
+        hashes, models = _read_files(_download(name))
+    else:
+        hashes, models = _read_files([Path(name)]) if name.endswith(FILES) else _read_checkpoint(name)
+    sha256 = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    if digest not in ("", sha256):
+        raise ConfigError(f"{name} has changed: its SHA-256 is {sha256:.12}…, not {digest:.12}…; name the source again")
+    kept = {
+        model: {key: item for key, item in found.items() if isinstance(item, torch.Tensor | UnreadTensor)}
+        for model, found in models.items()
+    }
+    if not any(kept.values()):
+        raise ConfigError(f"{name} contains no tensors; name a checkpoint, or a file with a state_dict")
+    return Weights(name, sha256, kept)
+
+
+def read_alike(transfer: Transfer, model: str) -> tuple[list[Weights], list[Tensors]]:
+    """Return the sources of a transfer, and the tensors of the model in each of them, which are alike."""
+    found = [read(source) for source in transfer.sources]
+    tensors = [item.of(model, transfer.model) for item in found]
+    facts = [{name: (tuple(item.shape), item.dtype) for name, item in each.items()} for each in tensors]
+    for weights, other in zip(found, facts, strict=True):
+        if different := other.items() ^ facts[0].items():
+            pair = f"{found[0].title} and {weights.title}"
+            raise ConfigError(f"{transfer.key}: {pair} have no mean, because they differ in {min(different)[0]}")
+    return found, tensors
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """Return a tensor of `Weights` in memory."""
+    found: torch.Tensor = tensor
+    if isinstance(tensor, UnreadTensor):
+        found = companions.part("sharding.shards").full(tensor)
+    return found
+
+
+def mean(name: str, sources: Sequence[Tensors]) -> torch.Tensor:
+    """Return the mean of a tensor of several sources; that of the first one if it is not of floats."""
+    first, *rest = (whole(tensors[name]) for tensors in sources)
+    if not rest or not first.is_floating_point():
+        return first
+    return (sum((item.double() for item in rest), first.double()) / len(sources)).to(first.dtype)
+
+
+def _is_checkpoint(name: str) -> bool:
+    storage, folder = parent_of(name)
+    with storage_errors(f"cannot read {name}"):
+        return read_description(storage, folder) is not None or storage.size_bytes(folder, STATE) is not None
+
+
+def _read_checkpoint(path: str) -> tuple[list[str], Mapping[str, Tensors]]:
+    """Return the hashes of a checkpoint's state and of the index of its shards, and its models."""
+    if is_remote(path):
+        folder, name = reader_of(path).fetch_checkpoint(path)
+        path = join_path(folder.checkpoints, name)
+    models, (storage, name) = store.read(path, whole=False)["models"], parent_of(path)
+    with storage_errors(f"cannot read {path}"):
+        if (about := read_description(storage, name)) is not None:
+            return [item for item in (about.sha256, about.index_sha256) if item], models
+        with storage.open(name, STATE) as file:
+            return [sha256_of(file)[0]], models
+
+
+def _read_files(files: Sequence[Path]) -> tuple[list[str], Mapping[str, Tensors]]:
+    """Return the hashes of files, and their tensors. Those of safetensors are read when they are used."""
+    hashes, models = [], dict[str, dict[str, Any]]()
+    for path in files:
+        try:
+            with open_regular(str(path)) as file:
+                hashes.append(sha256_of(file)[0])
+                if path.suffix == TENSORS:  # a private mapping can be written, so torch does not copy it
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                    content = companions.part("sharding.tensor_files").read(mapped)
+                else:
+                    content = torch.load(file, map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+        except Exception as error:  # torch raises all kinds of errors
+            raise ConfigError(f"{path} has no weights that can be loaded: {short_message(error):.200}") from error
+        content = content.get("models", content) if isinstance(content, dict) else {}
+        flat = any(isinstance(item, torch.Tensor) for item in content.values())
+        for name, found in {"": content}.items() if flat else content.items():
+            models.setdefault(str(name), {}).update(found if isinstance(found, dict) else {})
+    return hashes, models
+
+
+def _current(uri: str) -> str:
+    """Return the URI of the current state of a checkpoint in a mirror, or of another repository."""
+    if "/checkpoints/" not in uri:
+        hub = companions.part("hub.repository")
+        repository = hub.Repository(hub.Address.parse(uri))
+        commit = repository.require().commit
+        if "run.json" not in repository.files(commit):
+            return f"hf://{repository.address.name}@{commit}"
+    return str(reader_of(uri).pin_checkpoint(uri))
+
+
+def _download(uri: str) -> list[Path]:
+    """Download the weights in a repository to the cache of this machine."""
+    hub, cache = companions.part("hub.repository"), Settings.read().cache
+    repository = hub.Repository(hub.Address.parse(uri))
+    commit = repository.require().commit
+    files = {name: file for name, file in repository.files(commit).items() if name.endswith(TENSORS)}
+    chosen = [name for name in files if name == "model.safetensors"] or [name for name in files if "/" not in name]
+    if not chosen:
+        raise ConfigError(f"{uri} has no weights in the format of safetensors")
+    folder = cache / "hub" / repository.address.name.replace("/", "--") / commit[:12]
+    companions.part("hub.remote").refuse_links(cache, *(folder / name for name in chosen))
+    repository.download(hub.missing_files({name: files[name] for name in chosen}, folder), commit, folder)
+    return [folder / name for name in sorted(chosen)]
