@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from mlx_runtime import companions
+from mlx_runtime.companions.sharding import tensor_files
+from mlx_runtime.companions.sharding.shards import full
 from mlx_runtime.companions.surgery.rules import Shape, Transfer
-from mlx_runtime.companions.surgery.sources import TENSORS, Weights, read, whole
+from mlx_runtime.companions.surgery.sources import TENSORS, Weights, read
 from mlx_runtime.companions.surgery.transferring import Plan, merged
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.tables import format_number
@@ -27,7 +28,7 @@ def rows(one: Weights, other: Weights | None = None) -> list[dict[str, Any]]:
     before, after = _tensors(one), _tensors(other) if other is not None else {}
     found = []
     for name in {**before, **after}:
-        tensor = whole(after.get(name, before.get(name)))
+        tensor = full(after.get(name, before.get(name)))
         kind, zeros = str(tensor.dtype).removeprefix("torch."), int((tensor == 0).sum()) / max(1, tensor.numel())
         facts: dict[str, Any] = {"tensor": name, "shape": [*tensor.shape], "dtype": kind}
         facts |= {"norm": _norm(tensor), "zeros": zeros}
@@ -47,7 +48,7 @@ def _change(before: Any, after: Any) -> str | float:
         return "added" if before is None else "removed"
     if before.shape != after.shape:
         return f"reshaped from {' x '.join(map(str, before.shape))}"
-    difference, norm = _norm(whole(after), whole(before)), _norm(whole(before))
+    difference, norm = _norm(full(after), full(before)), _norm(full(before))
     return difference / norm if norm else math.inf if difference else 0.0
 
 
@@ -96,15 +97,14 @@ def write(source: str, target: str | None, file: Path, output: Path) -> list[str
         "sources": [item.pinned for item in (*plan.sources, *([base] if base else []))],
         "rules": node.get("rules"),
     }
-    files = companions.part("sharding.tensor_files")
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")
     try:
         with HashingWriter(temporary.open("xb")) as stream:
             entries = {name: (item.shape, item.dtype) for name, item in like.items()}
-            files.write_header(stream, entries, surgery=json.dumps(facts))
+            tensor_files.write_header(stream, entries, surgery=json.dumps(facts))
             for name, item in like.items():
-                part = plan.part((name,), item.dtype) or (whole(item), tuple(item.shape))
-                files.write_content(stream, [merged(part, whole(item))])
+                part = plan.part((name,), item.dtype) or (full(item), tuple(item.shape))
+                tensor_files.write_content(stream, [merged(part, full(item))])
         os.link(temporary, output)  # unlike a rename, this never replaces a file
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror or error}; choose another name") from error

@@ -15,11 +15,13 @@ import torch
 
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
+from mlx_runtime.companions.sharding import tensor_files
+from mlx_runtime.companions.sharding.shards import full
 from mlx_runtime.companions.surgery.rules import Transfer
 from mlx_runtime.errors import ConfigError, short_message
 from mlx_runtime.runs.checkpoints import store
 from mlx_runtime.runs.checkpoints.groups import UnreadTensor
-from mlx_runtime.runs.checkpoints.index import STATE, read_description
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo, read_description
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.lookup import find_checkpoint
 from mlx_runtime.settings import Settings
@@ -35,7 +37,7 @@ FILES = (TENSORS, ".pth", ".pt", ".bin")
 """Suffixes of files; torch reads the pickled ones without running code."""
 
 Tensors = Mapping[str, Any]
-"""Tensors by name: on the CPU, or not read yet; see `whole`."""
+"""Tensors by name: on the CPU, or not read yet; see `shards.full`."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def find(text: str, run_of: Callable[[str], RunFolder]) -> str:
     name, mark, digest = text.partition(MARK)
     if is_remote(name):
         return text if mark else _current(name)
-    if not mark and not name.endswith(FILES) and not _is_checkpoint(name):
+    if not mark and not name.endswith(FILES) and _description(name) is None:
         run, at, which = name.rpartition("@")
         folder = run_of(run if at else name)
         name = join_path(folder.checkpoints, find_checkpoint(folder, which if at else "latest").name)
@@ -120,26 +122,20 @@ def read_alike(transfer: Transfer, model: str) -> tuple[list[Weights], list[Tens
     return found, tensors
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    """Return a tensor of `Weights` in memory."""
-    found: torch.Tensor = tensor
-    if isinstance(tensor, UnreadTensor):
-        found = companions.part("sharding.shards").full(tensor)
-    return found
-
-
 def mean(name: str, sources: Sequence[Tensors]) -> torch.Tensor:
     """Return the mean of a tensor of several sources; that of the first one if it is not of floats."""
-    first, *rest = (whole(tensors[name]) for tensors in sources)
+    read: list[torch.Tensor] = [full(tensors[name]) for tensors in sources]
+    first, *rest = read
     if not rest or not first.is_floating_point():
         return first
     return (sum((item.double() for item in rest), first.double()) / len(sources)).to(first.dtype)
 
 
-def _is_checkpoint(name: str) -> bool:
-    storage, folder = parent_of(name)
-    with storage_errors(f"cannot read {name}"):
-        return read_description(storage, folder) is not None or storage.size_bytes(folder, STATE) is not None
+def _description(path: str) -> CheckpointInfo | None:
+    """Return the description of the checkpoint at a path, or None if there is none."""
+    storage, name = parent_of(path)
+    with storage_errors(f"cannot read {path}"):
+        return read_description(storage, name)
 
 
 def _read_checkpoint(path: str) -> tuple[list[str], Mapping[str, Tensors]]:
@@ -147,12 +143,9 @@ def _read_checkpoint(path: str) -> tuple[list[str], Mapping[str, Tensors]]:
     if is_remote(path):
         folder, name = reader_of(path).fetch_checkpoint(path)
         path = join_path(folder.checkpoints, name)
-    models, (storage, name) = store.read(path, whole=False)["models"], parent_of(path)
-    with storage_errors(f"cannot read {path}"):
-        if (about := read_description(storage, name)) is not None:
-            return [item for item in (about.sha256, about.index_sha256) if item], models
-        with storage.open(name, STATE) as file:
-            return [sha256_of(file)[0]], models
+    if (about := _description(path)) is None:
+        raise ConfigError(f"there is no checkpoint at {path}; name another source")
+    return [item for item in (about.sha256, about.index_sha256) if item], store.read(path, whole=False)["models"]
 
 
 def _read_files(files: Sequence[Path]) -> tuple[list[str], Mapping[str, Tensors]]:
@@ -164,7 +157,7 @@ def _read_files(files: Sequence[Path]) -> tuple[list[str], Mapping[str, Tensors]
                 hashes.append(sha256_of(file)[0])
                 if path.suffix == TENSORS:  # a private mapping can be written, so torch does not copy it
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                    content = companions.part("sharding.tensor_files").read(mapped)
+                    content: dict[str, Any] = tensor_files.read(mapped)
                 else:
                     content = torch.load(file, map_location="cpu", weights_only=True)
         except OSError as error:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Mlx
+from hub_server import Hub
 from torch import nn
 
 from mlx_runtime import open_run
@@ -107,6 +108,22 @@ def test_rules_that_do_not_fit_are_named(targets: Any, rules: Any, problem: str)
 def test_a_node_that_is_no_transfer_is_refused(node: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"^cfg.transfer.net{re.escape(problem)}"):
         Transfer.parse(node, "cfg.transfer.net")
+
+
+def test_a_repository_of_the_hub_is_pinned_to_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = Path(weights_file(tmp_path / "net.safetensors", {"w": torch.ones(2)})).read_bytes()
+    with Hub() as hub:
+        for name, value in (hub.variables() | {"MLX_CACHE": str(tmp_path / "cache")}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # it is read on import
+        repository = hub.create("alice/net", {"model.safetensors": content, "sub/other.safetensors": b""})
+        pinned = read(find("hf://alice/net", pytest.fail)).pinned
+        assert pinned.startswith(f"hf://alice/net@{repository.commits[-1].sha}{MARK}")
+        hub.commit(repository, "retrained", {"model.safetensors": content[::-1]})
+        assert torch.equal(read(pinned).of("net")["w"], torch.ones(2))
+        hub.commit(repository, "removed", {"weights.gguf": b""})
+        with pytest.raises(ConfigError, match="hf://alice/net@.* has no weights in the format of safetensors"):
+            read(find("hf://alice/net", pytest.fail))
 
 
 def weights_file(path: Path, tensors: dict[str, torch.Tensor]) -> str:
@@ -276,14 +293,26 @@ def test_a_checkpoint_is_inspected_and_rewritten(mlx: Mlx, folder: Path) -> None
     compared = mlx(here, "xp", "surgery", "run_001", "body.safetensors")
     assert re.search(r"^net\.layers\.0\.weight .* removed$", compared.stdout, re.MULTILINE)
     assert re.search(r"^body\.0\.weight .* added$", compared.stdout, re.MULTILINE)
-    node = "{source:body.safetensors,rules:[{map:{body.*:layers.*}},{fresh:layers.3.*},{fresh:ballast}]}"
-    started = mlx(here, "train", "run", "cfg.start_workers=0", "cfg.num_epochs=0", f"+cfg.transfer.net={node}")
-    assert started.returncode == 0, started.stderr
+    conf = here / "src" / "conf.yaml"
+    rules = "[map: {body.*: layers.*}, fresh: layers.3.*]"
+    conf.write_text(
+        conf.read_text().replace(
+            "cfg:\n", f"cfg:\n  transfer:\n    net: {{source: body.safetensors, rules: {rules}}}\n"
+        )
+    )
+    assert mlx(here, "train", "bind", "--check").returncode == 0
+    started = mlx(here, "train", "run", "cfg.start_workers=0", "cfg.num_epochs=0")
+    assert "    2  fresh layers.3.*: layers.3.weight, layers.3.bias\n" in started.stdout, started.stderr
     (here / "rules.yaml").write_text('rules:\n- fresh: "layers.3.*"\n')
     mixed = mlx(here, "xp", "surgery", "run_001", "run_001@epoch_0001", *command[3:6], "mixed.safetensors")
     assert mixed.returncode == 0, mixed.stderr
     made = read(str(here / "mixed.safetensors")).models[""]
     assert all(torch.equal(item, (one if "layers.3" in name else two)[name]) for name, item in made.items())
-    start = ("cfg.start_workers=0", "cfg.num_epochs=0", "cfg.restore_checkpoint_path=mixed.safetensors")
+    start = (
+        "cfg.transfer=null",
+        "cfg.start_workers=0",
+        "cfg.num_epochs=0",
+        "cfg.restore_checkpoint_path=mixed.safetensors",
+    )
     whole = mlx(here, "train", "run", *start)
     assert "\n             10  same name: " in whole.stdout, whole.stderr
