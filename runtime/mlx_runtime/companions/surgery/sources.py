@@ -101,12 +101,12 @@ def read(source: str) -> Weights:
     sha256 = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
     if digest not in ("", sha256):
         raise ConfigError(f"{name} has changed: its SHA-256 is {sha256:.12}…, not {digest:.12}…; name the source again")
-    kept = {
-        model: {key: item for key, item in found.items() if isinstance(item, torch.Tensor | UnreadTensor)}
-        for model, found in models.items()
-    }
+    groups = models.items() if isinstance(models, dict) else ()
+    kept = {str(model): dict(filter(_is_tensor, found.items())) for model, found in groups if isinstance(found, dict)}
     if not any(kept.values()):
         raise ConfigError(f"{name} contains no tensors; name a checkpoint, or a file with a state_dict")
+    if odd := [key for names in (kept, *kept.values()) for key in names if not key.isprintable()]:
+        raise ConfigError(f"{name} contains a tensor or model {odd[0]!a:.100}, a name that does not print")
     return Weights(name, sha256, kept)
 
 
@@ -131,6 +131,12 @@ def mean(name: str, sources: Sequence[Tensors]) -> torch.Tensor:
     return (sum((item.double() for item in rest), first.double()) / len(sources)).to(first.dtype)
 
 
+def _is_tensor(item: tuple[Any, Any]) -> bool:
+    name, value = item
+    whole = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return isinstance(name, str) and (whole or isinstance(value, UnreadTensor))
+
+
 def _description(path: str) -> CheckpointInfo | None:
     """Return the description of the checkpoint at a path, or None if there is none."""
     storage, name = parent_of(path)
@@ -138,7 +144,7 @@ def _description(path: str) -> CheckpointInfo | None:
         return read_description(storage, name)
 
 
-def _read_checkpoint(path: str) -> tuple[list[str], Mapping[str, Tensors]]:
+def _read_checkpoint(path: str) -> tuple[list[str], Any]:
     """Return the hashes of a checkpoint's state and of the index of its shards, and its models."""
     if is_remote(path):
         folder, name = reader_of(path).fetch_checkpoint(path)
@@ -148,7 +154,7 @@ def _read_checkpoint(path: str) -> tuple[list[str], Mapping[str, Tensors]]:
     return [item for item in (about.sha256, about.index_sha256) if item], store.read(path, whole=False)["models"]
 
 
-def _read_files(files: Sequence[Path]) -> tuple[list[str], Mapping[str, Tensors]]:
+def _read_files(files: Sequence[Path]) -> tuple[list[str], Any]:
     """Return the hashes of files, and their tensors. Those of safetensors are read when they are used."""
     hashes, models = [], dict[str, dict[str, Any]]()
     for path in files:
@@ -156,18 +162,17 @@ def _read_files(files: Sequence[Path]) -> tuple[list[str], Mapping[str, Tensors]
             with open_regular(str(path)) as file:
                 hashes.append(sha256_of(file)[0])
                 if path.suffix == TENSORS:  # a private mapping can be written, so torch does not copy it
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                    content: dict[str, Any] = tensor_files.read(mapped)
+                    content: Any = tensor_files.read(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
                 else:
                     content = torch.load(file, map_location="cpu", weights_only=True)
+            content = content.get("models", content)
+            flat = any(isinstance(item, torch.Tensor) for item in content.values())
+            for name, found in {"": content}.items() if flat else content.items():
+                models.setdefault(str(name), {}).update(found if isinstance(found, dict) else {})
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-        except Exception as error:  # torch raises all kinds of errors
+        except Exception as error:  # torch raises all kinds of errors, and the content may be anything
             raise ConfigError(f"{path} has no weights that can be loaded: {short_message(error):.200}") from error
-        content = content.get("models", content) if isinstance(content, dict) else {}
-        flat = any(isinstance(item, torch.Tensor) for item in content.values())
-        for name, found in {"": content}.items() if flat else content.items():
-            models.setdefault(str(name), {}).update(found if isinstance(found, dict) else {})
     return hashes, models
 
 

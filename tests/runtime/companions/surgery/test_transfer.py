@@ -156,7 +156,7 @@ def test_sources_are_averaged_and_types_are_checked(tmp_path: Path) -> None:
 
 @pytest.mark.pure
 def test_a_file_is_pinned_and_refused_once_it_has_changed(tmp_path: Path) -> None:
-    content = {"w": torch.arange(6.0).view(2, 3).to(torch.bfloat16), "flag": torch.tensor([True])}
+    content: Any = {"w": torch.arange(6.0).view(2, 3).to(torch.bfloat16), "flag": torch.tensor([True])}
     path = weights_file(tmp_path / "net.safetensors", content)
     torch.save({"net": content, "epoch": 3}, tmp_path / "net.pth")
     for source in (path, str(tmp_path / "net.pth")):
@@ -167,9 +167,15 @@ def test_a_file_is_pinned_and_refused_once_it_has_changed(tmp_path: Path) -> Non
         Path(source).write_bytes(Path(source).read_bytes() + b" ")
         with pytest.raises(ConfigError, match="net.* has changed: its SHA-256 is"):
             read(found.pinned)
-    torch.save(nn.Linear(1, 1), tmp_path / "net.pth")  # pickled code
-    with pytest.raises(ConfigError, match="net.pth has no weights that can be loaded"):
-        read(str(tmp_path / "net.pth"))
+    for content, problem in (
+        (nn.Linear(1, 1), "has no weights that can be loaded"),  # pickled code
+        ({"models": [1]}, "has no weights that can be loaded"),
+        ({"net": {3: torch.ones(1), "w": torch.ones(2).to_sparse()}}, "contains no tensors"),
+        ({"net": {"w\x1b[2J": torch.ones(1)}}, r"contains a tensor or model 'w\\x1b\[2J', a name that does not print"),
+    ):
+        torch.save(content, tmp_path / "net.pth")
+        with pytest.raises(ConfigError, match=f"net.pth {problem}"):
+            read(str(tmp_path / "net.pth"))
     (tmp_path / "net.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="net.safetensors has no weights that can be loaded"):
         read(path)
