@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from mlx_runtime.companions.surgery.probe import DRIVER, Probe, values
+from mlx_runtime.companions.surgery.transferring import pin
 from mlx_runtime.config.constructors.targets import path_of
 from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
 from mlx_runtime.data.definitions import stream_names
@@ -147,6 +148,7 @@ def work(job: RunJob) -> int:
             config = load_config(experiment, job.request)
             if config.run is None:
                 probe = {"_target_": path_of(Probe), "folder": str(job.folder), **job.probe}
+                config = pin(config) if config.cfg.transfer else config  # its sources are in the former storage
                 config = in_storage(config, str(job.folder / "runs"), callbacks={"probe": probe})
             with connect(config.cfg) as cluster:
                 fit(experiment, config, cluster)

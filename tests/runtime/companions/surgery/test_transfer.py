@@ -251,7 +251,6 @@ def test_a_resume_never_reads_the_source(mlx: Mlx, folder: Path) -> None:
     assert "transfer  from" not in resumed.stdout
     other = mlx(here, "train", "run", "--resume=run_002", "cfg.num_epochs=3", "cfg.transfer=null")
     assert (other.returncode, "it cannot change within a run" in other.stderr) == (1, True)
-    assert mlx(here, "train", "eval", "run_002").stderr.count("run_001") == 0
     again = mlx(here, "train", "run", "--from=run_002")
     gone = here / "runs" / "faults" / "run_001" / "checkpoints" / "epoch_0001"
     assert (again.returncode, str(gone) in again.stderr) == (1, True)
