@@ -18,7 +18,7 @@ from mlx_runtime import open_run
 from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.errors import ConfigError, StorageError
 from mlx_runtime.runs.checkpoints import groups
-from mlx_runtime.runs.checkpoints.groups import load_into, load_what_fits, merge_ranks, state_of
+from mlx_runtime.runs.checkpoints.groups import load_into, merge_ranks, state_of
 from mlx_runtime.runs.checkpoints.index import ABOUT, STATE, CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore, read
 from mlx_runtime.runs.folder import RunFolder
@@ -408,15 +408,3 @@ def test_metrics_of_several_ranks_merge_into_one() -> None:
     load_into(one, states, "metrics", only=set(states))
     found, wanted = values(one), values(whole)
     assert all(found[name] == pytest.approx(wanted[name]) for name in wanted if name != "pearson")
-
-
-def test_weights_that_fit_are_taken_over_and_the_others_named() -> None:
-    old = SimpleNamespace(net=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), gone=nn.Linear(1, 1))
-    new = SimpleNamespace(net=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5)), head=nn.Linear(1, 1))
-    assert load_what_fits(new, state_of(old)[0]) == [
-        "models.gone is only in the checkpoint",
-        "models.head is new",
-        "models.net.1.bias is (5,) here and (4,) in the checkpoint",
-        "models.net.1.weight is (5, 3) here and (4, 3) in the checkpoint",
-    ]
-    assert torch.equal(new.net[0].weight, old.net[0].weight)
