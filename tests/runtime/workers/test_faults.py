@@ -218,7 +218,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_its_weights_are_transferre
     assert sizes is not None
     total, trained = (int(size.replace(",", "")) for size in sizes.groups())
     assert total == trained + 3
-    assert f"transfer  from {checkpoint}\n" in taken.stdout
+    assert f"transfer  net from {checkpoint}\n" in taken.stdout
     assert "    1  fresh frozen: frozen\n" in taken.stdout
     assert not re.search(r"^ *1/", taken.stdout, re.MULTILINE)
 

@@ -111,4 +111,4 @@ def write(source: str, target: str | None, file: Path, output: Path) -> list[str
     finally:
         temporary.unlink(missing_ok=True)
     size = size_text(output.stat().st_size)
-    return [*plan.lines(), f"wrote     {output}: {len(like):,} tensors, {size}, SHA-256 {stream.sha256}"]
+    return [*plan.lines()[1:], f"wrote     {output}: {len(like):,} tensors, {size}, SHA-256 {stream.sha256}"]

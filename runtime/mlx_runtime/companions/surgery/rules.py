@@ -178,8 +178,8 @@ def treatments(
             if (before := rules.setdefault(rule.value, rule)) is not rule:
                 before.refuse(rule, tied[0])
         if None in rules:
-            others = [*list(rules.values())[1:], *(rule for _, rule in here if rule is not None)]
-            for other in others:
+            others = [rule for dim, rule in rules.items() if dim is not None]
+            for other in others + [rule for _, rule in here if rule is not None]:
                 rules[None].refuse(other, tied[0])
             made.append(Treatment(tied, shape, str(rules[None])))
         elif here:

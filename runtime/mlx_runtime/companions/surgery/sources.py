@@ -84,7 +84,7 @@ def find(text: str, run_of: Callable[[str], RunFolder]) -> str:
         run, at, which = name.rpartition("@")
         folder = run_of(run if at else name)
         name = join_path(folder.checkpoints, find_checkpoint(folder, which if at else "latest").name)
-    return (name if is_uri(name) else str(Path(name).expanduser().resolve())) + mark + digest
+    return (name if is_uri(name) else str(Path(name).resolve())) + mark + digest
 
 
 def read(source: str) -> Weights:
@@ -118,17 +118,20 @@ def read_alike(transfer: Transfer, model: str) -> tuple[list[Weights], list[Tens
     for weights, other in zip(found, facts, strict=True):
         if different := other.items() ^ facts[0].items():
             pair = f"{found[0].title} and {weights.title}"
-            raise ConfigError(f"{transfer.key}: {pair} have no mean, because they differ in {min(different)[0]}")
+            raise ConfigError(
+                f"{transfer.key}: {pair} have no mean, because they differ in {min(name for name, _ in different)}"
+            )
     return found, tensors
 
 
 def mean(name: str, sources: Sequence[Tensors]) -> torch.Tensor:
-    """Return the mean of a tensor of several sources; that of the first one if it is not of floats."""
+    """Return the mean of a tensor of several sources, at least in float32; the first one if it is not of floats."""
     read: list[torch.Tensor] = [full(tensors[name]) for tensors in sources]
     first, *rest = read
     if not rest or not first.is_floating_point():
         return first
-    return (sum((item.double() for item in rest), first.double()) / len(sources)).to(first.dtype)
+    total = sum((item.double() for item in rest), first.double())
+    return (total / len(sources)).to(torch.promote_types(first.dtype, torch.float32))
 
 
 def _is_tensor(item: tuple[Any, Any]) -> bool:

@@ -42,7 +42,8 @@ def pin(config: RunConfig) -> RunConfig:
     if path and path.endswith(TENSORS):
         path, given = None, {name: {"source": path} for name in models} | given
     elif path:  # perhaps of --from, with the config of a run that began with a transfer
-        given, notes = {}, (*notes, "note      all weights are from cfg.restore_checkpoint_path, none of cfg.transfer")
+        given, note = {}, "note      all weights are from cfg.restore_checkpoint_path, none of cfg.transfer"
+        notes = notes if config.checkpoint else (*notes, note)
     for name, node in given.items():
         if name not in models:
             raise ConfigError(f"cfg.transfer.{name}: there is no model {name!r}.{suggest(name, models)}")
@@ -111,7 +112,7 @@ class Plan:
     """
 
     def __init__(self, given: Transfer, model: str, targets: Mapping[tuple[str, ...], Shape] | None) -> None:
-        self._title = f"{given.key}: "
+        self._title, self._model = f"{given.key}: ", model
         self.sources, self.tensors = read_alike(given, model)
         named = rules.named(given, self.tensors[0], self.sources[0].title)
         shapes = {name: tuple(item.shape) for name, item in self.tensors[0].items()}
@@ -152,7 +153,7 @@ class Plan:
         """Return a table with a line per group of tensors, once all parts have been taken."""
         groups = [f"{len(names):5,}  {how}: {rules.some(names)}" for how, names in self._groups.items() if names]
         titles = " and ".join(item.title for item in self.sources)
-        return [f"transfer  from {titles}", *(f"          {line}" for line in groups)]
+        return [f"transfer  {self._model} from {titles}", *(f"          {line}" for line in groups)]
 
 
 def named_tensors(model: torch.nn.Module) -> dict[tuple[str, ...], torch.Tensor]:

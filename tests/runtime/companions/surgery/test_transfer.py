@@ -79,6 +79,11 @@ def test_every_tensor_of_the_model_is_accounted_for() -> None:
             [{"map": {"embed": "e"}}, {"drop": "e"}],
             "two rules are for embed: map embed → e, and drop e;",
         ),
+        (
+            {"e": (8, 3)},
+            [{"slice": {"e": 0}}, {"fresh": "*"}],
+            "two rules are for e: fresh *, and slice e in dimension 0;",
+        ),
         ({"e": (8, 3)}, [{"map": {"embed": "e"}}, {"fresh": "e"}], "two rules are for e: fresh e, and map embed → e;"),
         (
             {"embed": (4, 3)},
@@ -147,7 +152,7 @@ def test_sources_are_averaged_and_types_are_checked(tmp_path: Path) -> None:
         plan.part(("w",), torch.float16)
     with pytest.raises(ConfigError, match="n is int32 here and int64 in the source"):
         plan.part(("n",), torch.int32)
-    third = weights_file(tmp_path / "third.safetensors", {"w": torch.ones(3), "n": torch.tensor(3)})
+    third = weights_file(tmp_path / "third.safetensors", {"w": torch.ones(2).half(), "n": torch.tensor(3)})
     with pytest.raises(
         ConfigError, match=r"0\.safetensors and .*third\.safetensors have no mean, because .* differ in w"
     ):
@@ -224,7 +229,7 @@ def test_a_wider_model_begins_with_the_mean_of_two_checkpoints(mlx: Mlx, folder:
     done = mlx(here, "train", "run", *wide(here), f"cfg.strategy={strategy}")
     assert done.returncode == 0, done.stderr
     sources = [str(here / "runs" / "faults" / "run_001" / "checkpoints" / f"epoch_000{number}") for number in (1, 2)]
-    assert f"transfer  from {' and '.join(sources)}\n" in done.stdout
+    assert f"transfer  net from {' and '.join(sources)}\n" in done.stdout
     assert (
         "\n              4  same name, pad layers.1.* in dimension 0: layers.1.weight, …, layers.1.running_var\n"
         in done.stdout
@@ -248,7 +253,7 @@ def test_a_resume_never_reads_the_source(mlx: Mlx, folder: Path) -> None:
     shutil.rmtree(here / "runs" / "faults" / "run_001")
     resumed = mlx(here, "train", "run", "--resume=run_002", "cfg.num_epochs=2")
     assert resumed.returncode == 0, resumed.stderr
-    assert "transfer  from" not in resumed.stdout
+    assert "transfer  net" not in resumed.stdout
     other = mlx(here, "train", "run", "--resume=run_002", "cfg.num_epochs=3", "cfg.transfer=null")
     assert (other.returncode, "it cannot change within a run" in other.stderr) == (1, True)
     again = mlx(here, "train", "run", "--from=run_002")
