@@ -59,6 +59,7 @@ ON_OTHERS = {
     ("serving", "ray"),
     ("serving", "sharding"),
     ("sharding", "ray"),
+    ("surgery", "sharding"),
     ("sweeps", "notebook"),
     ("sweeps", "ray"),
     ("sweeps", "views"),

@@ -39,6 +39,7 @@ from mlx_runtime.storage.redaction import HIDDEN, LEFT_OUT, is_secret, redact, u
 FIXED = {
     *("cross_validation", "debug.limit_batches"),
     *("debug.overfit_batches", "name", "restore_checkpoint_path", "restore_strict", "seed", "start_epoch"),
+    "tuning",
 }
 """Settings and sections that cannot change: they determine the start of a run and its data."""
 
@@ -230,23 +231,34 @@ def _why_not_set(argument: str, before: Any, after: Any) -> str | None:
 def _set(optimizer: Optimizer, change: Change) -> bool:
     """Set a value in the parameter groups that still have the previous one. Return True if there are any.
 
-    A learning rate without a schedule, which the loop may set itself, is set in all groups if none has it.
+    A learning rate without a schedule, which the loop may set itself, is set in all groups if none has it. `cfg.tuning`
+    makes groups whose rate is a multiple of that of the optimizer, or does not depend on it (multiple 0).
     """
-    groups = [group for group in optimizer.param_groups if change.key in group]
+    scale = _scale if change.key == "lr" else lambda group: 1
+    groups = [group for group in optimizer.param_groups if change.key in group and scale(group)]
     name = "initial_lr" if change.key == "lr" and any("initial_lr" in group for group in groups) else change.key
-    fitting = [group for group in groups if name in group and _numbers(group[name]) == _numbers(change.before)]
+    fitting = [
+        group for group in groups if name in group and _numbers(group[name]) == _numbers(change.before, scale(group))
+    ]
     for group in fitting or (groups if name == "lr" else ()):
+        before, after = change.before, change.after
+        if change.key == "lr":
+            before, after = before * scale(group), after * scale(group)
         if name == "initial_lr":
-            ratio = float(group["lr"]) / change.before if change.before else 1.0
-            _put(group, "lr", change.after * ratio)
-        _put(group, name, change.after)
+            ratio = float(group["lr"]) / before if before else 1.0
+            _put(group, "lr", after * ratio)
+        _put(group, name, after)
     return bool(fitting or (groups and name == "lr"))
 
 
 def _set_base_lrs(schedulers: Iterable[Any], optimizer: Optimizer, change: Change) -> None:
     for scheduler in schedulers:
         if getattr(scheduler, "optimizer", None) is optimizer and hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs = [change.after if base == change.before else base for base in scheduler.base_lrs]
+            scales = [*map(_scale, optimizer.param_groups)]
+            scheduler.base_lrs = [
+                change.after * scale if base == change.before * scale else base
+                for base, scale in zip(scheduler.base_lrs, scales, strict=False)
+            ]
         _set_base_lrs(getattr(scheduler, "_schedulers", ()), optimizer, change)
 
 
@@ -257,8 +269,12 @@ def _put(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = tuple(value) if isinstance(value, list) else value
 
 
-def _numbers(value: Any) -> list[float]:
-    return [float(item) for item in (value if isinstance(value, list | tuple) else [value])]
+def _numbers(value: Any, scale: float = 1) -> list[float]:
+    return [float(item) * scale for item in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _scale(group: Mapping[str, Any]) -> float:
+    return float(group.get("lr_scale", 1))
 
 
 def _default(node: Mapping[str, Any], name: str) -> Any:

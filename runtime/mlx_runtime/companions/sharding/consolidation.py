@@ -10,6 +10,7 @@ import torch
 from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.companions.sharding.shards import StoredTensor, full
 from mlx_runtime.errors import UsageError
+from mlx_runtime.runs.checkpoints.groups import lacks_weights
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.lookup import find_checkpoint
@@ -41,8 +42,14 @@ def consolidate(folder: RunFolder, which: str = "latest", output: Path | None = 
         raise UsageError(f"{output} exists; replace it with --force, or name another file with --output")
     weights: Weights = {}
     left_out: list[str] = []
-    for name, state in saved.load(checkpoint, whole=False)["models"].items():
-        _flatten(state, name, weights, left_out)
+    models = saved.load(checkpoint, whole=False)["models"]
+    if lacks_weights(models):
+        raise UsageError(
+            f"{folder.title} {checkpoint.name} has only trained weights (cfg.tuning.*.save=trained); mlx xp export "
+            "--format safetensors builds the others"
+        )
+    for name, state in models.items():
+        flatten(state, name, weights, left_out)
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")
     try:
         with HashingWriter(temporary.open("wb")) as file:
@@ -58,11 +65,12 @@ def consolidate(folder: RunFolder, which: str = "latest", output: Path | None = 
     return f"wrote {output}: {facts}, of {folder.title} {checkpoint.name}{rest}"
 
 
-def _flatten(value: Any, name: str, weights: Weights, left_out: list[str]) -> None:
+def flatten(value: Any, name: str, weights: Weights, left_out: list[str]) -> None:
+    """Add the tensors in the state of a model to `weights`, by dotted names, and the names of other values."""
     if isinstance(value, torch.Tensor | StoredTensor):
         weights[name] = value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _flatten(item, f"{name}.{key}", weights, left_out)
+            flatten(item, f"{name}.{key}", weights, left_out)
     else:
         left_out.append(name)

@@ -1,1 +1,1 @@
-"""Proofs and upgrades of the user's own project: whether its runs resume exactly, and what is new in its template."""
+"""What trains of a model; whether the runs of a project resume exactly, and what is new in its template."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mlx_runtime import companions
 from mlx_runtime.distributed.wrapping import is_sharded, unwrap
 from mlx_runtime.errors import ConfigError, StorageError, short_message
 from mlx_runtime.runs import metric_states
@@ -29,6 +30,10 @@ _FACTORIES = {item.__name__: item for item in (bool, dict, float, int, list, set
 
 SPECIAL = "mlx_runtime.special"
 """Key of the dict `{key: [kind, ...]}` instead of a value of an attribute; see `_encoded`."""
+
+
+FROZEN = "mlx_runtime.frozen"
+"""Key of the dict `{key: SHA-256}` instead of a parameter that its constructor builds; see `cfg.tuning`."""
 
 
 class DamagedError(ConfigError):
@@ -165,6 +170,15 @@ def load_what_fits(
     return lines
 
 
+def lacks_weights(models: Mapping[str, Any]) -> bool:
+    """Return True if the saved states of models lack frozen weights, which constructors must load."""
+    return any(_is_frozen(item) for state in models.values() for item in state.values())
+
+
+def _is_frozen(item: Any) -> bool:
+    return isinstance(item, dict) and item.keys() == {FROZEN}
+
+
 def merge_ranks(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> State:
     """Merge the states of metrics on several ranks, by name, without those of metrics that cannot be merged."""
     states: State = {}
@@ -195,6 +209,8 @@ def _load_member(member: Any, saved: State, devices: Mapping[str, torch.device])
     if metric_states.is_metric(member):
         metric_states.load_state(member, saved)
     elif hasattr(member, "load_state_dict"):
+        if any(map(_is_frozen, saved.values())):
+            saved = companions.part("surgery.tuning").filled(saved, unwrap(member).state_dict())
         unwrap(member).load_state_dict(saved)
     else:
         for key, item in decoded(saved, devices).items():
