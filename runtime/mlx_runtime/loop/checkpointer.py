@@ -149,8 +149,7 @@ class Checkpointer:
         state["global_step"] = context.progress.global_step
         state["config"] = dict(context.shown_config)
         state["on_device"] = on_device(context.groups["tools"])
-        if (tuning := self._optimization.strategy.tuning) is not None:
-            state["tuning"] = tuning.epoch
+        state["tuning"] = getattr(self._optimization.strategy.tuning, "epoch", 0)
         state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
         return state | {"scaler": self._optimization.state_dict()} | self._reporter.state_dict()
 

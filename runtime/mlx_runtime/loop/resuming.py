@@ -11,7 +11,7 @@ Everything else is refused before anything is written.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,33 +231,35 @@ def _why_not_set(argument: str, before: Any, after: Any) -> str | None:
 def _set(optimizer: Optimizer, change: Change) -> bool:
     """Set a value in the parameter groups that still have the previous one. Return True if there are any.
 
-    A learning rate without a schedule, which the loop may set itself, is set in all groups if none has it. `cfg.tuning`
-    makes groups whose rate is a multiple of that of the optimizer, or does not depend on it (multiple 0).
+    A learning rate without a schedule, which the loop may set itself, is set in all groups if none has it.
     """
-    scale = _scale if change.key == "lr" else lambda group: 1
-    groups = [group for group in optimizer.param_groups if change.key in group and scale(group)]
-    name = "initial_lr" if change.key == "lr" and any("initial_lr" in group for group in groups) else change.key
-    fitting = [
-        group for group in groups if name in group and _numbers(group[name]) == _numbers(change.before, scale(group))
-    ]
-    for group in fitting or (groups if name == "lr" else ()):
-        before, after = change.before, change.after
-        if change.key == "lr":
-            before, after = before * scale(group), after * scale(group)
+    own = [(group, _scaled(change, group)) for group in optimizer.param_groups if change.key in group]
+    groups = [(group, change) for group, change in own if change is not None]
+    name = "initial_lr" if change.key == "lr" and any("initial_lr" in group for group, _ in groups) else change.key
+    fitting = [item for item in groups if name in item[0] and _numbers(item[0][name]) == _numbers(item[1].before)]
+    for group, change in fitting or (groups if name == "lr" else ()):
         if name == "initial_lr":
-            ratio = float(group["lr"]) / before if before else 1.0
-            _put(group, "lr", after * ratio)
-        _put(group, name, after)
+            ratio = float(group["lr"]) / change.before if change.before else 1.0
+            _put(group, "lr", change.after * ratio)
+        _put(group, name, change.after)
     return bool(fitting or (groups and name == "lr"))
+
+
+def _scaled(change: Change, group: Mapping[str, Any]) -> Change | None:
+    """Return a change for a group of `cfg.tuning`, whose learning rate may be a multiple, or its own: None."""
+    scale = group.get("lr_scale", 1) if change.key == "lr" else 1
+    if scale == 1:
+        return change
+    return replace(change, before=change.before * scale, after=change.after * scale) if scale else None
 
 
 def _set_base_lrs(schedulers: Iterable[Any], optimizer: Optimizer, change: Change) -> None:
     for scheduler in schedulers:
         if getattr(scheduler, "optimizer", None) is optimizer and hasattr(scheduler, "base_lrs"):
-            scales = [*map(_scale, optimizer.param_groups)]
+            found = [_scaled(change, group) for group in optimizer.param_groups]
             scheduler.base_lrs = [
-                change.after * scale if base == change.before * scale else base
-                for base, scale in zip(scheduler.base_lrs, scales, strict=False)
+                item.after if item is not None and base == item.before else base
+                for base, item in zip(scheduler.base_lrs, found, strict=False)
             ]
         _set_base_lrs(getattr(scheduler, "_schedulers", ()), optimizer, change)
 
@@ -269,12 +271,8 @@ def _put(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = tuple(value) if isinstance(value, list) else value
 
 
-def _numbers(value: Any, scale: float = 1) -> list[float]:
-    return [float(item) * scale for item in (value if isinstance(value, list | tuple) else [value])]
-
-
-def _scale(group: Mapping[str, Any]) -> float:
-    return float(group.get("lr_scale", 1))
+def _numbers(value: Any) -> list[float]:
+    return [float(item) for item in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _default(node: Mapping[str, Any], name: str) -> Any:

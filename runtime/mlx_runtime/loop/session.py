@@ -448,8 +448,7 @@ class Session:
             self.reporter.check_monitor(epoch)
             self._warn_of_differences()
         self._store(epoch, finished=finished)
-        if finished:
-            self.epoch_begins(epoch + 1)  # as in a run that resumes from this checkpoint
+        self.epoch_begins(epoch + finished)  # as in a run that resumes from this checkpoint
         if own is not None:
             self.progress.epoch = epoch + 1
             if self.context.steps_left == 0:

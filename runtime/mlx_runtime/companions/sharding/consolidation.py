@@ -49,7 +49,7 @@ def consolidate(folder: RunFolder, which: str = "latest", output: Path | None = 
             "--format safetensors builds the others"
         )
     for name, state in models.items():
-        flatten(state, name, weights, left_out)
+        _flatten(state, name, weights, left_out)
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")
     try:
         with HashingWriter(temporary.open("wb")) as file:
@@ -65,12 +65,11 @@ def consolidate(folder: RunFolder, which: str = "latest", output: Path | None = 
     return f"wrote {output}: {facts}, of {folder.title} {checkpoint.name}{rest}"
 
 
-def flatten(value: Any, name: str, weights: Weights, left_out: list[str]) -> None:
-    """Add the tensors in the state of a model to `weights`, by dotted names, and the names of other values."""
+def _flatten(value: Any, name: str, weights: Weights, left_out: list[str]) -> None:
     if isinstance(value, torch.Tensor | StoredTensor):
         weights[name] = value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            flatten(item, f"{name}.{key}", weights, left_out)
+            _flatten(item, f"{name}.{key}", weights, left_out)
     else:
         left_out.append(name)

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -59,16 +59,13 @@ def _sections(cfg: Any) -> dict[str, Tuning]:
     return {name: build(_node(item), f"cfg.tuning.{name}") for name, item in cfg.tuning.items()}
 
 
-def _rate(title: str, lr_scale: float = 1, **lr: float) -> dict[str, Any]:
-    """Return the options of a parameter group: its title, and a multiple of the optimizer's rate, or 0 and an `lr`."""
-    return {"title": title, "lr_scale": lr_scale, **lr}
-
-
 class Tuner:
     """What trains in a run. Every worker makes the same calls.
 
+    The learning rate of a parameter group is `lr_scale` times that of its optimizer or, if that is 0, its own.
+
     Attributes:
-        epoch: number of epochs that count for `unfreeze` so far.
+        epoch: number of epochs that count for `unfreeze` so far, which checkpoints contain.
 
     Raises:
         ConfigError: a pattern matches nothing, two contradict each other, or there is no such model.
@@ -77,120 +74,99 @@ class Tuner:
     def __init__(self, cfg: Any, group: Any, topology: Topology) -> None:
         if topology.model_parallel_size > 1:
             raise ConfigError("cfg.tuning works with cfg.strategy=ddp and fsdp, not with pipelines")
-        self.epoch, self._topology, self._sections = 0, topology, _sections(cfg)
-        self._until: dict[nn.Parameter, int | None] = {}  # epochs for which a parameter is frozen; None for all
-        self._rates: dict[nn.Parameter, dict[str, Any]] = {}
-        self._left_out: dict[str, dict[str, str]] = {}  # SHA-256 by model and name
-        self._seen: dict[str, tuple[int, int]] = {}  # addresses and versions of these when they were last compared
+        self.epoch, self._workers, self._sections = 0, topology.world_size, _sections(cfg)
+        until: dict[nn.Parameter, int | None] = {}
         self._names: dict[nn.Parameter, str] = {}
+        self._rates: dict[nn.Parameter, dict[str, Any]] = {}  # options of parameter groups
+        self._left_out: dict[str, dict[str, str]] = {}  # SHA-256 of parameters by model and name
+        self._seen: dict[str, tuple[int, int]] = {}  # addresses and versions of these when they were last compared
+        self._checked: set[int] = set()  # identities of optimizers
         models = members(group, nn.Module)
         for name, item in self._sections.items():
             if name not in models:
                 raise ConfigError(f"cfg.tuning.{name}: there is no such model.{suggest(name, models)}")
             named = dict(models[name].named_parameters(remove_duplicate=False))
             self._names |= {param: f"{name}.{path}" for path, param in named.items()}
-            self._until |= frozen_of(item, named, f"cfg.tuning.{name}")
-            trained = {path: param for path, param in named.items() if self._until.get(param, 0) is not None}
+            until |= frozen_of(item, named, f"cfg.tuning.{name}")
+            trained = {path: param for path, param in named.items() if until.get(param, 0) is not None}
             self._rates |= rates_of(item, models[name], trained, name)
-        for param in self._until:
-            param.requires_grad_(False)
-        self._turn_to(0, models)
-        for name, item in self._sections.items():
             if item.save == "trained":
                 kept = models[name].state_dict()
-                named = dict(models[name].named_parameters(remove_duplicate=False))
-                self._left_out[name] = {
-                    path: sha256_of(kept[path])
-                    for path, param in named.items()
-                    if path in kept and self._until.get(param, 0) is None
-                }
-
-    # -- optimizers
+                paths = named.keys() & kept.keys() - trained.keys()
+                self._left_out[name] = {path: sha256_of(kept[path]) for path in sorted(paths)}
+        for param, epochs in until.items():
+            param.requires_grad_(epochs == 0)
+        self._until = {param: epochs for param, epochs in until.items() if epochs != 0}  # None: for the whole run
 
     def params_of(self, name: str, model: nn.Module) -> list[dict[str, Any]]:
         """Return the parameter groups of a model, without parameters that `cfg.tuning` freezes for the whole run."""
         groups: dict[tuple[str, int], dict[str, Any]] = {}
         for param in model.parameters():
-            rate, until = self._rates.get(param) or _rate(name), self._until.get(param, 0)
+            options, until = self._rates.get(param, {"title": name, "lr_scale": 1}), self._until.get(param, 0)
             if until is not None:
-                groups.setdefault((rate["title"], until), {"params": [], **rate})["params"].append(param)
+                groups.setdefault((options["title"], until), {"params": [], **options})["params"].append(param)
         return [*groups.values()]
-
-    def set_rates(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Set the learning rates of groups that are multiples of those of their optimizers."""
-        for optimizer in optimizers.values():
-            for group in optimizer.param_groups:
-                if group["lr_scale"] and "lr" in group:
-                    group["lr"] = group["lr"] * group["lr_scale"]
-
-    def lines(self, optimizers: Mapping[str, Optimizer], models: Mapping[str, nn.Module]) -> Iterator[str]:
-        """Yield the lines of the table of parameter groups."""
-        for name, optimizer in optimizers.items():
-            for number, group in enumerate(optimizer.param_groups):
-                until = max(self._until.get(param) or 0 for param in group["params"])
-                frozen = f", frozen for {plural(until, 'epoch')}" if until else ""
-                rate = f"lr {group['lr']:g}" if "lr" in group else "no lr"
-                yield f"{name}[{number}]: {group.get('title', 'parameters')}, {_count(group['params'])}, {rate}{frozen}"
-        for name in self._sections:
-            if never := [param for param in models[name].parameters() if self._until.get(param, 0) is None]:
-                left_out = "; checkpoints have only their SHA-256" if name in self._left_out else ""
-                yield f"frozen: {name}, {_count(never)}{left_out}"
 
     # -- called by the session
 
     def observe(self, session: Any, stack: contextlib.ExitStack) -> None:
-        """Print the table, and follow the epochs and optimizers of a session."""
-        groups, notice = session.context.groups, session.reporter.notice
-        for number, line in enumerate(self.lines(groups.optimizers, groups.members("models"))):
-            notice(f"{'' if number else 'tuning':<10}{line}")
+        """Set the learning rates, print the table of parameter groups, and follow a session that is about to begin."""
+        self._groups, self._notice = session.context.groups, session.reporter.notice
+        lines, models = [], self._groups.members("models")
+        for name, optimizer in self._groups.optimizers.items():
+            for number, group in enumerate(optimizer.param_groups):
+                group["lr"] = group["lr"] * (group["lr_scale"] or 1)
+                until = max(self._until.get(param) or 0 for param in group["params"])
+                facts = f"{_count(group['params'])}, lr {group['lr']:g}"
+                facts += f", frozen for {plural(until, 'epoch')}" if until else ""
+                lines.append(f"{name}[{number}]: {group['title']}, {facts}")
+        for name in self._sections:
+            never = [param for param in models[name].parameters() if self._until.get(param, 0) is None]
+            left_out = "; checkpoints have only their SHA-256" if name in self._left_out else ""
+            lines += [f"frozen: {name}, {_count(never)}{left_out}"] if never else []
+        self._notice("tuning    " + "\n          ".join(lines))
+        session.epoch_begins = self.turn_to
+        stack.callback(register_optimizer_step_pre_hook(self._check).remove)
 
-        def modules() -> list[Any]:
-            return [*groups.modules, *groups.members("own").values()]
-
-        def turn_to(epoch: int) -> None:
-            if self._left_out:
-                self.without_frozen(state_of(groups["models"])[0])  # raises an error if a checkpoint would
-            self._turn_to(epoch, groups.members("models"), modules())
-
-        def check(optimizer: Optimizer, *_: object) -> None:
-            if id(optimizer) not in checked:
-                checked.add(id(optimizer))
-                self._check(optimizer, modules(), notice)
-
-        checked: set[int] = set()
-        session.epoch_begins = turn_to
-        stack.callback(register_optimizer_step_pre_hook(check).remove)
-
-    def _turn_to(self, epoch: int, models: Mapping[str, Any], wrappers: Iterable[Any] = ()) -> None:
+    def turn_to(self, epoch: int) -> None:
         """Begin to train the parameters that are frozen until this epoch, and let their wrappers know."""
         self.epoch = max(self.epoch, epoch)
+        if self._left_out:
+            self.without_frozen(state_of(self._groups["models"])[0])  # raises an error if a checkpoint would
         due = {param for param, until in self._until.items() if until is not None and until <= self.epoch}
         for param in due:
             param.requires_grad_(True)
             del self._until[param]
-        for module in wrappers:
-            if isinstance(module, DistributedDataParallel) and not due.isdisjoint(module.parameters()):
-                relearn_parameters(module)
+        for wrapper in self._wrappers():
+            if not due.isdisjoint(wrapper.parameters()):
+                relearn_parameters(wrapper)
+        models = self._groups.members("models")
         for name in self._sections.keys() & models.keys():
             hold_statistics(unwrap(models[name]))
 
-    def _check(self, optimizer: Optimizer, modules: Iterable[Any], notice: Callable[[str], object]) -> None:
+    def _wrappers(self) -> list[DistributedDataParallel]:
+        modules = (*self._groups.modules, *self._groups.members("own").values())
+        return [item for item in modules if isinstance(item, DistributedDataParallel)]
+
+    def _check(self, optimizer: Optimizer, *_: object) -> None:
         """Check an optimizer before its first step, when the loop has wrapped the models.
 
         Raises:
             ConfigError: DDP would not synchronize the gradients of a parameter that trains later.
         """
+        if id(optimizer) in self._checked:
+            return
+        self._checked.add(id(optimizer))
         held = [param for param in params_of(optimizer) if param in self._until]
         if never := [self._names[param] for param in held if self._until[param] is None]:
-            more = f" and {len(never) - 1} more" if len(never) > 1 else ""
-            notice(f"an optimizer of the loop holds {never[0]}{more}, which cfg.tuning freezes: it stays as it is")
-        wrappers = (item for item in modules if isinstance(item, DistributedDataParallel))
-        wrapped = {param for wrapper in wrappers for param in wrapper.parameters()}
-        later = (param for param in held if self._until[param] and not is_sharded(param) and param not in wrapped)
-        if self._topology.world_size > 1 and (alone := next(later, None)) is not None:
+            number = plural(len(never), "parameter")
+            self._notice(f"an optimizer of the loop holds {number} that cfg.tuning freezes, like {never[0]}")
+        wrapped = {param for wrapper in self._wrappers() for param in wrapper.parameters()}
+        later = [self._names[item] for item in held if self._until[item] and not (is_sharded(item) or item in wrapped)]
+        if self._workers > 1 and later:
             raise ConfigError(
-                f"{self._names[alone]} trains later, and DDP would not synchronize it: wrap its model with "
-                "prepare_model, which needs a parameter that trains from the start, like those of its head"
+                f"{later[0]} trains later, and DDP would not synchronize it: wrap its model with prepare_model, which "
+                "needs a parameter that trains from the start, like those of its head"
             )
 
     # -- checkpoints
@@ -262,8 +238,8 @@ def rates_of(item: Tuning, model: nn.Module, trained: Parameters, name: str) -> 
         depths = depths_of(model)
         last = max(depths.values())
         for param in trained.values():
-            depth = depths[param]
-            found[param] = _rate(f"{name} layer {depth} of {last}", item.layer_decay ** (last - depth))
+            scale = item.layer_decay ** (last - depths[param])
+            found[param] = {"title": f"{name} layer {depths[param]} of {last}", "lr_scale": scale}
     chosen: dict[nn.Parameter, str] = {}
     key = f"cfg.tuning.{name}.learning_rates"
     for pattern, lr in item.learning_rates.items():
@@ -271,7 +247,7 @@ def rates_of(item: Tuning, model: nn.Module, trained: Parameters, name: str) -> 
             other = chosen.setdefault(param, pattern)
             if item.learning_rates[other] != lr:
                 raise ConfigError(f"{key} has two rates for {path}: {other!r} and {pattern!r} match it")
-            found[param] = _rate(f"{name} {pattern}", 0, lr=lr)
+            found[param] = {"title": f"{name} {pattern}", "lr_scale": 0, "lr": lr}
     return found
 
 
@@ -281,8 +257,7 @@ def depths_of(model: nn.Module) -> dict[nn.Parameter, int]:
     Layers from 1 are the blocks that repeat in a `ModuleList` or `Sequential` or, in a model without any, its children.
     What comes before the first one is layer 0, and what comes after the last one is another layer.
     """
-    children = (name for name, child in model.named_children() if next(child.parameters(), None) is not None)
-    blocks = repeated_blocks(model) or [*children]
+    blocks = repeated_blocks(model) or [name for name, child in model.named_children() if [*child.parameters()]]
     depth, found = 0, {}
     for path, param in model.named_parameters():
         inside = next((number for number, block in enumerate(blocks, 1) if path.startswith(f"{block}.")), None)
@@ -295,8 +270,7 @@ def matching(named: Parameters, pattern: str, key: str, what: str = "parameter")
     """Return the parameters that match a pattern; raise ConfigError, with near matches, if there are none."""
     found = {path: param for path, param in named.items() if fnmatchcase(path, pattern)}
     if not found:
-        parts = [path.split(".") for path in named]
-        above = {".".join([*part[:end], "*"]) for part in parts for end in range(1, len(part))}
+        above = {".".join([*path.split(".")[:end], "*"]) for path in named for end in range(1, path.count(".") + 1)}
         raise ConfigError(f"{key}: {pattern!r} matches no {what}.{suggest(pattern, {*named, *above}, 'print(model)')}")
     return found
 

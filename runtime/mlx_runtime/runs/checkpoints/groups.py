@@ -172,11 +172,8 @@ def load_what_fits(
 
 def lacks_weights(models: Mapping[str, Any]) -> bool:
     """Return True if the saved states of models lack frozen weights, which constructors must load."""
-    return any(_is_frozen(item) for state in models.values() for item in state.values())
-
-
-def _is_frozen(item: Any) -> bool:
-    return isinstance(item, dict) and item.keys() == {FROZEN}
+    items = (item for state in models.values() for item in state.values())
+    return any(isinstance(item, dict) and item.keys() == {FROZEN} for item in items)
 
 
 def merge_ranks(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> State:
@@ -209,7 +206,7 @@ def _load_member(member: Any, saved: State, devices: Mapping[str, torch.device])
     if metric_states.is_metric(member):
         metric_states.load_state(member, saved)
     elif hasattr(member, "load_state_dict"):
-        if any(map(_is_frozen, saved.values())):
+        if lacks_weights({"": saved}):
             saved = companions.part("surgery.tuning").filled(saved, unwrap(member).state_dict())
         unwrap(member).load_state_dict(saved)
     else:

@@ -30,13 +30,12 @@ from mlx_runtime.companions.serving.exports.merging import merge_adapters
 from mlx_runtime.companions.serving.loading import choose_checkpoint, load_parts
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.sharding import tensor_files
-from mlx_runtime.companions.sharding.consolidation import flatten
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.runs import snapshots
-from mlx_runtime.runs.checkpoints.groups import members, state_of
+from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.reader import Run
@@ -139,9 +138,8 @@ def _fill(
         if "onnx" in wanted:
             report(f"writing   {PROGRAMS['onnx']}")
             programs.write_onnx(exported, staged / PROGRAMS["onnx"], list(schema.names), list(outputs))
-    weights: dict[str, Any] = {}
-    for name, state in state_of(parts.experiment.models)[0].items():
-        flatten(state, name, weights, [])
+    models = members(parts.experiment.models, nn.Module).items()
+    weights = {f"{name}.{key}": item for name, model in models for key, item in model.state_dict().items()}
     _write_tensors(staged / "weights.safetensors", weights)
     _write_tensors(staged / "examples.safetensors", examples)
     (staged / "schema.json").write_text(to_json(schema.document()))

@@ -21,8 +21,7 @@ def merge_adapters(experiment: BaseModule) -> list[str]:
     merged: list[str] = []
     for name, model in members(experiment.models, nn.Module).items():
         for path, part in [*model.named_modules(prefix=name)]:
-            inside = any(path.startswith(f"{other}.") for other in merged)
-            if inside or not callable(getattr(part, "merge_and_unload", None)):
+            if not hasattr(part, "merge_and_unload") or any(path.startswith(f"{other}.") for other in merged):
                 continue
             try:
                 plain = part.merge_and_unload().eval().requires_grad_(False)
