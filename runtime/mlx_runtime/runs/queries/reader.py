@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config.building import build, build_group, built_to_be_restored
+from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.interpolation import parse_config, unset_variables
 from mlx_runtime.config.projects import EXPERIMENT
 from mlx_runtime.distributed.randomness import temporary_seed
@@ -152,7 +153,8 @@ class Run:
             raise UsageError(f"{self._folder.title} has no group of models; state() returns what its checkpoints hold")
         state = self.state(checkpoint)
         with matching_code(self._folder, "load_models", "models", self.config["models"], trust=trust) as node:
-            with temporary_seed(self.config["cfg"].get("seed") or 0):  # for buffers that checkpoints do not contain
+            object_at(node["_target_"])  # imports of `src`, which may draw random numbers, come first
+            with temporary_seed(self.config["cfg"].get("seed") or 0):  # for values that checkpoints do not contain
                 make, whole = partial(build, node, "models"), not groups.lacks_weights(state["models"])
                 models = built_to_be_restored(make) if whole else make()
             groups.load_into(models, state["models"], "models")
