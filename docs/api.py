@@ -19,6 +19,7 @@ SECTIONS = {
     "Sections of `cfg`": (
         *("mlx_runtime.sections.CrossValidation", "mlx_runtime.sections.Debug", "mlx_runtime.sections.Elastic"),
         *("mlx_runtime.sections.Hub", "mlx_runtime.sections.Preparation", "mlx_runtime.sections.Sharding"),
+        "mlx_runtime.sections.Tuning",
     ),
     "Datasets and losses": (
         *("mlx_runtime.datasets.DatasetShards", "mlx_runtime.datasets.DatasetShard", "mlx_runtime.datasets.Loader"),

@@ -147,3 +147,22 @@ class Sharding(Section):
 
     shard_size: int | None = at_least(1, None)
     offload: Literal["none", "cpu"] = "none"
+
+
+@dataclass(frozen=True)
+class Tuning(Section):
+    """What trains of one model. `*` in a pattern matches any part of the name of a parameter, with its dots.
+
+    Attributes:
+        freeze: patterns of parameters that do not train.
+        unfreeze: epochs after which parameters that match a pattern train, although they are frozen; 0 for exceptions.
+        learning_rates: learning rates of parameters that match a pattern, in place of that of their optimizer.
+        layer_decay: factor of the other learning rates per layer below the last one.
+        save: `trained` leaves parameters that never train out of checkpoints; their constructor must build them again.
+    """
+
+    freeze: tuple[str, ...] = ()
+    unfreeze: dict[str, int] = field(default_factory=dict)
+    learning_rates: dict[str, float] = field(default_factory=dict)
+    layer_decay: float | None = None
+    save: Literal["all", "trained"] = "all"

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -170,8 +170,13 @@ def split_cfg(node: Tree, base: type) -> tuple[Tree, Tree]:
     return own, {"_target_": path_of(base)} | {name: value for name, value in node.items() if name in rest}
 
 
-def build_optimizers(node: Tree, models: Any) -> Any:
-    """Build the optimizers over the parameters of the models that `models.map_params_to_optimizers` assigns to them."""
+def build_optimizers(
+    node: Tree, models: Any, params_of: Callable[[str, Any], Iterable[Any]] = lambda name, model: model.parameters()
+) -> Any:
+    """Build the optimizers over the parameters of the models that `models.map_params_to_optimizers` assigns to them.
+
+    `params_of` returns the parameters, or parameter groups, of a model and its name.
+    """
     modules = {name: module for name, module in vars(models).items() if hasattr(module, "parameters")}
     names = [name for name in node if name != "_target_"]
     mapping = getattr(models, "map_params_to_optimizers", {})
@@ -179,9 +184,11 @@ def build_optimizers(node: Tree, models: Any) -> Any:
         raise ConfigError("\n  ".join(problems))
     params: dict[str, list[Any]] = {name: [] for name in names}
     for model, optimizer in mapping.items():
-        params[optimizer] += modules[model].parameters()
+        params[optimizer] += params_of(model, modules[model])
     optimizers = {}
     for name in names:
+        if not params[name]:
+            raise ConfigError(f"optimizers.{name} trains nothing: its models have no parameters, or all are frozen")
         arguments = {key: value for key, value in node[name].items() if key != "params"}
         optimizers[name] = build(arguments, f"optimizers.{name}", params=params[name])
     return object_at(node["_target_"])(**optimizers)

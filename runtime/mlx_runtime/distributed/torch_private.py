@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
 
 BROADCAST_BYTES = 250 * 2**20
 """Size of each broadcast, as in DDP."""
@@ -42,6 +43,16 @@ def sync_buffers(models: Iterable[torch.nn.Module]) -> None:
     """
     if saved := [buffer for model in models for buffer in saved_buffers(model).values()]:
         broadcast_tensors(saved)
+
+
+def relearn_parameters(wrapper: DistributedDataParallel) -> None:
+    """Let a wrapper average the gradients of all parameters that require gradients now.
+
+    It has chosen them when it was constructed. As when it is unpickled, its process group is that of all workers.
+    """
+    wrapper.__setstate__(wrapper.__getstate__())  # type: ignore[no-untyped-call]
+    for hook, state in wrapper._comm_hooks:
+        torch.distributed._register_comm_hook(wrapper.reducer, state, hook)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -57,8 +57,11 @@ def build_experiment(job: Job, topology: Topology, cfg: Any, strategy: "DDP") ->
             groups[name] = built_to_be_restored(make) if _restores(job, topology, cfg, node) else make()
         elif name not in ("cfg", "optimizers"):
             groups[name] = build(node, name)
+    if cfg.tuning:
+        strategy.tuning = companions.part("surgery.tuning").Tuner(cfg, groups.get("models"), strategy.topology)
     if "optimizers" in job.tree:
-        groups["optimizers"] = build_optimizers(job.tree["optimizers"], groups.get("models"))
+        tuned = {"params_of": strategy.tuning.params_of} if cfg.tuning else {}
+        groups["optimizers"] = build_optimizers(job.tree["optimizers"], groups.get("models"), **tuned)
         strategy.prepare_optimizers(members(groups["optimizers"], Optimizer))
     return groups, cls(**groups)
 
@@ -70,7 +73,9 @@ def silence_load_reports() -> None:
 
 def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any]) -> bool:
     """Return True if a checkpoint will overwrite the pretrained weights of models. Every worker must call this."""
-    if not any(is_pretrained(object_at(target)) for target in targets_of(models)):
+    if not any(is_pretrained(object_at(target)) for target in targets_of(models)) or (
+        cfg.tuning and companions.part("surgery.tuning").builds_weights(cfg)
+    ):
         return False
     some = broadcast(CheckpointStore(job.folder.checkpoints).any() if topology.writes else None)
     return bool(some or cfg.restore_checkpoint_path)

@@ -114,10 +114,12 @@ class Checkpointer:
 
     def _group_states(self) -> State:
         """Return the states of the groups that are saved from rank 0."""
-        return {
+        groups = {
             group: {name: state for name, state in self._states(group).items() if name not in self._of_workers(group)}
             for group in SAVED_ONCE
         }
+        tuning = self._optimization.strategy.tuning
+        return groups if tuning is None else groups | {"models": tuning.without_frozen(groups["models"])}
 
     def _states(self, group: str) -> State:
         """Return the states of the members of a group, and report members that cannot be part of a checkpoint."""
@@ -147,6 +149,7 @@ class Checkpointer:
         state["global_step"] = context.progress.global_step
         state["config"] = dict(context.shown_config)
         state["on_device"] = on_device(context.groups["tools"])
+        state["tuning"] = getattr(self._optimization.strategy.tuning, "epoch", 0)
         state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
         return state | {"scaler": self._optimization.state_dict()} | self._reporter.state_dict()
 
@@ -190,6 +193,8 @@ class Checkpointer:
         self._load_per_worker(prepared, self._context.groups.members("per_worker"))
         self._load_rank(prepared, metrics=True)
         self._optimization.load_state_dict(state["scaler"])
+        if (tuning := self._optimization.strategy.tuning) is not None:
+            tuning.epoch = state.get("tuning", 0)
         self._reporter.restore(state)
         self.step = progress.global_step = state["global_step"]
         context.cfg.start_epoch = progress.epoch = state["epoch"] + state["finished"]

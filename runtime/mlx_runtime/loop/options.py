@@ -105,6 +105,7 @@ class TrainConfig:
         preparation: datasets that are prepared before training.
         replicas: replicas of the models that are averaged from time to time.
         sharding: sharding of models by `strategy`.
+        tuning: what trains of a model, by its name: settings of `mlx_runtime.sections.Tuning`.
     """
 
     name: str = "experiment"
@@ -147,6 +148,7 @@ class TrainConfig:
     preparation: Preparation = Preparation()
     replicas: Replicas = Replicas()
     sharding: Sharding = Sharding()
+    tuning: dict[str, Any] | None = None
 
     @staticmethod
     def out_of_range(cfg: Any) -> list[str]:
@@ -177,6 +179,8 @@ class TrainConfig:
                 from mlx_runtime.data import folds
 
                 problems += folds.problems(cfg.cross_validation)
+            if cfg.tuning:
+                problems += companions.part("surgery.tuning").problems(cfg)
         for kind, hooks in HOOKS.items():
             for name, item in getattr(cfg, kind).items():
                 if item is not None and not any(hasattr(item, hook) for hook in hooks):

@@ -11,7 +11,7 @@ Everything else is refused before anything is written.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,7 @@ from mlx_runtime.storage.redaction import HIDDEN, LEFT_OUT, is_secret, redact, u
 FIXED = {
     *("cross_validation", "debug.limit_batches"),
     *("debug.overfit_batches", "name", "restore_checkpoint_path", "seed", "start_epoch", "transfer"),
+    "tuning",
 }
 """Settings and sections that cannot change: they determine the start of a run and its data."""
 
@@ -232,10 +233,11 @@ def _set(optimizer: Optimizer, change: Change) -> bool:
 
     A learning rate without a schedule, which the loop may set itself, is set in all groups if none has it.
     """
-    groups = [group for group in optimizer.param_groups if change.key in group]
-    name = "initial_lr" if change.key == "lr" and any("initial_lr" in group for group in groups) else change.key
-    fitting = [group for group in groups if name in group and _numbers(group[name]) == _numbers(change.before)]
-    for group in fitting or (groups if name == "lr" else ()):
+    own = [(group, _scaled(change, group)) for group in optimizer.param_groups if change.key in group]
+    groups = [(group, change) for group, change in own if change is not None]
+    name = "initial_lr" if change.key == "lr" and any("initial_lr" in group for group, _ in groups) else change.key
+    fitting = [item for item in groups if name in item[0] and _numbers(item[0][name]) == _numbers(item[1].before)]
+    for group, change in fitting or (groups if name == "lr" else ()):
         if name == "initial_lr":
             ratio = float(group["lr"]) / change.before if change.before else 1.0
             _put(group, "lr", change.after * ratio)
@@ -243,10 +245,22 @@ def _set(optimizer: Optimizer, change: Change) -> bool:
     return bool(fitting or (groups and name == "lr"))
 
 
+def _scaled(change: Change, group: Mapping[str, Any]) -> Change | None:
+    """Return a change for a group of `cfg.tuning`, whose learning rate may be a multiple, or its own: None."""
+    scale = group.get("lr_scale", 1) if change.key == "lr" else 1
+    if scale == 1:
+        return change
+    return replace(change, before=change.before * scale, after=change.after * scale) if scale else None
+
+
 def _set_base_lrs(schedulers: Iterable[Any], optimizer: Optimizer, change: Change) -> None:
     for scheduler in schedulers:
         if getattr(scheduler, "optimizer", None) is optimizer and hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs = [change.after if base == change.before else base for base in scheduler.base_lrs]
+            found = [_scaled(change, group) for group in optimizer.param_groups]
+            scheduler.base_lrs = [
+                item.after if item is not None and base == item.before else base
+                for base, item in zip(scheduler.base_lrs, found, strict=False)
+            ]
         _set_base_lrs(getattr(scheduler, "_schedulers", ()), optimizer, change)
 
 

@@ -33,11 +33,13 @@ class DDP:
         notice: a line for the user, or None.
         topology: the position of this worker.
         described: a line about each sharded model, with its layout and the bytes per worker.
+        tuning: what trains, a `surgery.tuning.Tuner`; None without `cfg.tuning`.
     """
 
     shards = False
     preloads: tuple[str, ...] = ()
     notice: str | None = None
+    tuning: Any = None
 
     @staticmethod
     def refusal(cfg: Any) -> str | None:

@@ -234,6 +234,8 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
 
     stack.callback(register_optimizer_step_pre_hook(before_update).remove)
     stack.callback(register_optimizer_step_post_hook(lambda *_: session.update_finished()).remove)
+    if session.optimization.strategy.tuning is not None and not job.evaluate:
+        session.optimization.strategy.tuning.observe(session, stack)
     if cfg.replicas.every is not None and not job.evaluate:
         stack.enter_context(companions.part("fragments.replicas").averages(session))
     stack.callback(session.checkpoints.settle)  # a checkpoint in progress is stored even if the loop fails

@@ -31,7 +31,7 @@ from mlx_runtime.loop.examples import EXAMPLES
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.loop.optimization import prepare_models
 from mlx_runtime.loop.options import TrainConfig
-from mlx_runtime.runs.checkpoints.groups import load_into, members
+from mlx_runtime.runs.checkpoints.groups import lacks_weights, load_into, members
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.folder import RunFolder, read_errors
 from mlx_runtime.runs.queries.lookup import find_checkpoint, resolve_checkpoint
@@ -112,7 +112,7 @@ def load_experiment(
         with temporary_seed(groups["cfg"].seed):  # as in the run, for buffers that checkpoints do not contain
             for name, node in nodes.items():
                 if name != "cfg":
-                    groups[name] = _group(name, node, groups["cfg"])
+                    groups[name] = _group(name, node, groups["cfg"], whole=not lacks_weights(state["models"]))
         load_into(groups["models"], state["models"], "models")
         if "tools" in groups:
             load_into(groups["tools"], state.get("tools", {}), "tools")
@@ -125,10 +125,10 @@ def refuse_function(folder: RunFolder, config: Mapping[str, Any]) -> None:
         raise UsageError(f"{folder.title} is the run of a function, which has no predict; write an experiment")
 
 
-def _group(name: str, node: Any, cfg: Any) -> Any:
+def _group(name: str, node: Any, cfg: Any, *, whole: bool) -> Any:
     if name == "datasets":
         return build_group(node, name, lambda item: construction(node[item], cfg.seed))
-    if name == "models":
+    if name == "models" and whole:
         return built_to_be_restored(partial(build, node, name))
     return None if name == "optimizers" else build(node, name)
 

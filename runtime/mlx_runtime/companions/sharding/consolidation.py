@@ -10,6 +10,7 @@ import torch
 from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.companions.sharding.shards import StoredTensor, full
 from mlx_runtime.errors import UsageError
+from mlx_runtime.runs.checkpoints.groups import lacks_weights
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.lookup import find_checkpoint
@@ -41,7 +42,13 @@ def consolidate(folder: RunFolder, which: str = "latest", output: Path | None = 
         raise UsageError(f"{output} exists; replace it with --force, or name another file with --output")
     weights: Weights = {}
     left_out: list[str] = []
-    for name, state in saved.load(checkpoint, whole=False)["models"].items():
+    models = saved.load(checkpoint, whole=False)["models"]
+    if lacks_weights(models):
+        raise UsageError(
+            f"{folder.title} {checkpoint.name} has only trained weights (cfg.tuning.*.save=trained); mlx xp export "
+            "--format safetensors builds the others"
+        )
+    for name, state in models.items():
         _flatten(state, name, weights, left_out)
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")
     try:

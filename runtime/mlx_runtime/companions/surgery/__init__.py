@@ -1,1 +1,1 @@
-"""Work on the user's own project: proofs of exact resume, upgrades to a new template, and weights from elsewhere."""
+"""Weights from elsewhere, and what trains of a model; proofs of exact resume, and upgrades to a new template."""

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard, cast
 import numpy as np
 import torch
 
+from mlx_runtime import companions
 from mlx_runtime.distributed.wrapping import is_sharded, unwrap
 from mlx_runtime.errors import ConfigError, StorageError, short_message
 from mlx_runtime.runs import metric_states
@@ -28,6 +29,10 @@ _FACTORIES = {item.__name__: item for item in (bool, dict, float, int, list, set
 
 SPECIAL = "mlx_runtime.special"
 """Key of the dict `{key: [kind, ...]}` instead of a value of an attribute; see `_encoded`."""
+
+
+FROZEN = "mlx_runtime.frozen"
+"""Key of the dict `{key: SHA-256}` instead of a parameter that its constructor builds; see `cfg.tuning`."""
 
 
 class DamagedError(ConfigError):
@@ -140,6 +145,12 @@ def _planned_steps(item: Any) -> list[tuple[Any, int]]:
     return [(item, steps), *inner] if isinstance(steps, int) else inner
 
 
+def lacks_weights(models: Mapping[str, Any]) -> bool:
+    """Return True if the saved states of models lack frozen weights, which constructors must load."""
+    items = (item for state in models.values() for item in state.values())
+    return any(isinstance(item, dict) and item.keys() == {FROZEN} for item in items)
+
+
 def merge_ranks(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> State:
     """Merge the states of metrics on several ranks, by name, without those of metrics that cannot be merged."""
     states: State = {}
@@ -170,6 +181,8 @@ def _load_member(member: Any, saved: State, devices: Mapping[str, torch.device])
     if metric_states.is_metric(member):
         metric_states.load_state(member, saved)
     elif hasattr(member, "load_state_dict"):
+        if lacks_weights({"": saved}):
+            saved = companions.part("surgery.tuning").filled(saved, unwrap(member).state_dict())
         unwrap(member).load_state_dict(saved)
     else:
         for key, item in decoded(saved, devices).items():

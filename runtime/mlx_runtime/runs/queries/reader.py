@@ -3,12 +3,14 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config.building import build, build_group, built_to_be_restored
+from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.interpolation import parse_config, unset_variables
 from mlx_runtime.config.projects import EXPERIMENT
 from mlx_runtime.distributed.randomness import temporary_seed
@@ -122,7 +124,8 @@ class Run:
     def state(self, checkpoint: str | int = "latest") -> State:
         """Return the content of a checkpoint, on the CPU: `{"models": {name: state_dict}, "optimizers": ..., ...}`.
 
-        Names in state dicts have no prefix of DDP.
+        Names in state dicts have no prefix of DDP. With `cfg.tuning.NAME.save=trained`, parameters that never train are
+        replaced by `{"mlx_runtime.frozen": SHA-256}`.
 
         Args:
             checkpoint: the `latest`, the `best` by `cfg.monitor`, one by its name, like `epoch_0002`, or the one at the
@@ -150,8 +153,10 @@ class Run:
             raise UsageError(f"{self._folder.title} has no group of models; state() returns what its checkpoints hold")
         state = self.state(checkpoint)
         with matching_code(self._folder, "load_models", "models", self.config["models"], trust=trust) as node:
-            with temporary_seed(self.config["cfg"].get("seed") or 0):  # for buffers that checkpoints do not contain
-                models = built_to_be_restored(lambda: build(node, "models"))
+            object_at(node["_target_"])  # imports of `src`, which may draw random numbers, come first
+            with temporary_seed(self.config["cfg"].get("seed") or 0):  # for values that checkpoints do not contain
+                make, whole = partial(build, node, "models"), not groups.lacks_weights(state["models"])
+                models = built_to_be_restored(make) if whole else make()
             groups.load_into(models, state["models"], "models")
         return models
 

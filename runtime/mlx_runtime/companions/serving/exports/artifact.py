@@ -26,10 +26,10 @@ from mlx_runtime.companions.hub.detection import refuse_secrets
 from mlx_runtime.companions.serving.exports import instructions, programs
 from mlx_runtime.companions.serving.exports.evidence import CHECK_S, collect, prove
 from mlx_runtime.companions.serving.exports.exported import EXPORT, PROGRAMS, VERSION, is_export, sha256_of
+from mlx_runtime.companions.serving.exports.merging import merge_adapters
 from mlx_runtime.companions.serving.loading import choose_checkpoint, load_parts
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.sharding import tensor_files
-from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
@@ -123,12 +123,14 @@ def _fill(
     """Write all files of an export except `export.json`, whose content is returned."""
     schema, examples = parts.predictor.schema, dict(parts.predictor.schema.examples)
     about = _description(parts, wanted)
-    consolidate(parts.folder, parts.checkpoint.name, staged / "weights.safetensors")
     evidence = None
     if wanted:
         report("reading   held-out rows")
         evidence = collect(parts.experiment, parts.nodes, parts.predictor)
         schema, (examples, outputs) = evidence.schema, evidence.cases[0]
+        if merged := merge_adapters(parts.experiment):
+            report(f"merged    adapters of {', '.join(merged)}")
+            about["merged"] = merged
         report("tracing   predict")
         exported = programs.trace(parts.experiment, schema)
         if "pt2" in wanted:
@@ -136,7 +138,10 @@ def _fill(
         if "onnx" in wanted:
             report(f"writing   {PROGRAMS['onnx']}")
             programs.write_onnx(exported, staged / PROGRAMS["onnx"], list(schema.names), list(outputs))
-    _write_examples(staged, examples)
+    models = members(parts.experiment.models, nn.Module).items()
+    weights = {f"{name}.{key}": item for name, model in models for key, item in model.state_dict().items()}
+    _write_tensors(staged / "weights.safetensors", weights)
+    _write_tensors(staged / "examples.safetensors", examples)
     (staged / "schema.json").write_text(to_json(schema.document()))
     _write_code(staged, parts.folder)
     dataset = instructions.dataset_of(parts.experiment, parts.nodes)
@@ -174,9 +179,9 @@ def _description(parts: Parts, wanted: list[str]) -> dict[str, Any]:
     }
 
 
-def _write_examples(staged: Path, examples: Batch) -> None:
-    tensors = {name: value for name, value in examples.items() if isinstance(value, torch.Tensor)}
-    with (staged / "examples.safetensors").open("wb") as file:
+def _write_tensors(path: Path, values: Batch) -> None:
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    with path.open("wb") as file:
         tensor_files.write(file, tensors)
 
 

@@ -26,7 +26,7 @@ New samples need the same preparation as in the run: {origin}.
 
 - `export.json`: the run, its metrics, the check, and the size and SHA-256 of each file
 - `schema.json`: columns that the program reads; `examples.safetensors`: example rows
-- `weights.safetensors`: weights of all models, named `model.parameter`
+- `weights.safetensors`: weights of all models, named `model.parameter`{merged}
 - `code/`: the code of the run, unless it has stored none
 - `tokenizer/`: if a tool or dataset has one, written by its `save_pretrained`
 """
@@ -93,6 +93,7 @@ def text(about: Mapping[str, Any], schema: Schema, programs: Sequence[str], orig
         columns=_lines(columns),
         programs="".join(filled),
         origin=origin,
+        merged=f"; the adapters of {', '.join(about['merged'])} are merged" if "merged" in about else "",
     )
 
 

@@ -1,0 +1,305 @@
+"""What trains of each model, by `cfg.tuning`: frozen parameters, learning rates, and what checkpoints contain."""
+
+import contextlib
+import hashlib
+import math
+import types
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mlx_runtime.companions.sharding.blocks import repeated_blocks
+from mlx_runtime.config.building import build
+from mlx_runtime.config.checks import problems_of
+from mlx_runtime.config.constructors.targets import path_of
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.torch_private import relearn_parameters
+from mlx_runtime.distributed.wrapping import is_sharded, local_part, unwrap, whole
+from mlx_runtime.errors import ConfigError, suggest
+from mlx_runtime.loop.context import params_of
+from mlx_runtime.runs.checkpoints.groups import FROZEN, State, members, state_of
+from mlx_runtime.runs.tables import plural
+from mlx_runtime.sections import Replicas, Tuning
+
+Parameters = dict[str, nn.Parameter]
+
+
+def problems(cfg: Any) -> list[str]:
+    """Return one line per setting in `cfg.tuning` that does not exist, or has a wrong value."""
+    tree = {f"cfg.tuning.{name}": _node(item) for name, item in cfg.tuning.items()}
+    unbuilt = {key: item for key, item in tree.items() if not isinstance(item, Tuning)}
+    if found := [item.text for item in problems_of(unbuilt, dict.fromkeys(unbuilt, Tuning), Tuning)]:
+        return found
+    if cfg.replicas != Replicas():
+        found.append("cfg.tuning cannot be combined with cfg.replicas; remove one of them")
+    for name, item in _sections(cfg).items():
+        values = [("layer_decay", item.layer_decay, item.layer_decay is None or 0 < item.layer_decay <= 1, "(0, 1]")]
+        values += [("unfreeze", value, value >= 0, "0 or more") for value in item.unfreeze.values()]
+        values += [("learning_rates", value, 0 < value < math.inf, "above 0") for value in item.learning_rates.values()]
+        found += [f"cfg.tuning.{name}.{key} is {value!r}; write {fit}" for key, value, fits, fit in values if not fits]
+    return found
+
+
+def builds_weights(cfg: Any) -> bool:
+    """Return True if constructors must load the weights of models even if a checkpoint will be restored."""
+    return any(item.save == "trained" for item in _sections(cfg).values())
+
+
+def _node(item: Any) -> Any:
+    return {"_target_": path_of(Tuning), **item} if isinstance(item, dict) else item
+
+
+def _sections(cfg: Any) -> dict[str, Tuning]:
+    return {name: build(_node(item), f"cfg.tuning.{name}") for name, item in cfg.tuning.items()}
+
+
+class Tuner:
+    """What trains in a run. Every worker makes the same calls.
+
+    The learning rate of a parameter group is `lr_scale` times that of its optimizer or, if that is 0, its own.
+
+    Attributes:
+        epoch: number of epochs that count for `unfreeze` so far, which checkpoints contain.
+
+    Raises:
+        ConfigError: a pattern matches nothing, two contradict each other, or there is no such model.
+    """
+
+    def __init__(self, cfg: Any, group: Any, topology: Topology) -> None:
+        if topology.model_parallel_size > 1:
+            raise ConfigError("cfg.tuning works with cfg.strategy=ddp and fsdp, not with pipelines")
+        self.epoch, self._workers, self._sections = 0, topology.world_size, _sections(cfg)
+        until: dict[nn.Parameter, int | None] = {}
+        self._names: dict[nn.Parameter, str] = {}
+        self._rates: dict[nn.Parameter, dict[str, Any]] = {}  # options of parameter groups
+        self._left_out: dict[str, dict[str, str]] = {}  # SHA-256 of parameters by model and name
+        self._seen: dict[str, tuple[int, int]] = {}  # addresses and versions of these when they were last compared
+        self._checked: set[int] = set()  # identities of optimizers
+        models = members(group, nn.Module)
+        for name, item in self._sections.items():
+            if name not in models:
+                raise ConfigError(f"cfg.tuning.{name}: there is no such model.{suggest(name, models)}")
+            named = dict(models[name].named_parameters(remove_duplicate=False))
+            self._names |= {param: f"{name}.{path}" for path, param in named.items()}
+            until |= frozen_of(item, named, f"cfg.tuning.{name}")
+            trained = {path: param for path, param in named.items() if until.get(param, 0) is not None}
+            self._rates |= rates_of(item, models[name], trained, name)
+            if item.save == "trained":
+                kept = models[name].state_dict()
+                paths = named.keys() & kept.keys() - trained.keys()
+                self._left_out[name] = {path: sha256_of(kept[path]) for path in sorted(paths)}
+        for param, epochs in until.items():
+            param.requires_grad_(epochs == 0)
+        self._until = {param: epochs for param, epochs in until.items() if epochs != 0}  # None: for the whole run
+
+    def params_of(self, name: str, model: nn.Module) -> list[dict[str, Any]]:
+        """Return the parameter groups of a model, without parameters that `cfg.tuning` freezes for the whole run."""
+        groups: dict[tuple[str, int], dict[str, Any]] = {}
+        for param in model.parameters():
+            options, until = self._rates.get(param, {"title": name, "lr_scale": 1}), self._until.get(param, 0)
+            if until is not None:
+                groups.setdefault((options["title"], until), {"params": [], **options})["params"].append(param)
+        return [*groups.values()]
+
+    # -- called by the session
+
+    def observe(self, session: Any, stack: contextlib.ExitStack) -> None:
+        """Set the learning rates, print the table of parameter groups, and follow a session that is about to begin."""
+        self._groups, self._notice = session.context.groups, session.reporter.notice
+        lines, models = [], self._groups.members("models")
+        for name, optimizer in self._groups.optimizers.items():
+            for number, group in enumerate(optimizer.param_groups):
+                group["lr"] = group["lr"] * (group["lr_scale"] or 1)
+                until = max(self._until.get(param) or 0 for param in group["params"])
+                facts = f"{_count(group['params'])}, lr {group['lr']:g}"
+                facts += f", frozen for {plural(until, 'epoch')}" if until else ""
+                lines.append(f"{name}[{number}]: {group['title']}, {facts}")
+        for name in self._sections:
+            never = [param for param in models[name].parameters() if self._until.get(param, 0) is None]
+            left_out = "; checkpoints have only their SHA-256" if name in self._left_out else ""
+            lines += [f"frozen: {name}, {_count(never)}{left_out}"] if never else []
+        self._notice("tuning    " + "\n          ".join(lines))
+        session.epoch_begins = self.turn_to
+        stack.callback(register_optimizer_step_pre_hook(self._check).remove)
+
+    def turn_to(self, epoch: int) -> None:
+        """Begin to train the parameters that are frozen until this epoch, and let their wrappers know."""
+        self.epoch = max(self.epoch, epoch)
+        if self._left_out:
+            self.without_frozen(state_of(self._groups["models"])[0])  # raises an error if a checkpoint would
+        due = {param for param, until in self._until.items() if until is not None and until <= self.epoch}
+        for param in due:
+            param.requires_grad_(True)
+            del self._until[param]
+        for wrapper in self._wrappers():
+            if not due.isdisjoint(wrapper.parameters()):
+                relearn_parameters(wrapper)
+        models = self._groups.members("models")
+        for name in self._sections.keys() & models.keys():
+            hold_statistics(unwrap(models[name]))
+
+    def _wrappers(self) -> list[DistributedDataParallel]:
+        modules = (*self._groups.modules, *self._groups.members("own").values())
+        return [item for item in modules if isinstance(item, DistributedDataParallel)]
+
+    def _check(self, optimizer: Optimizer, *_: object) -> None:
+        """Check an optimizer before its first step, when the loop has wrapped the models.
+
+        Raises:
+            ConfigError: DDP would not synchronize the gradients of a parameter that trains later.
+        """
+        if id(optimizer) in self._checked:
+            return
+        self._checked.add(id(optimizer))
+        held = [param for param in params_of(optimizer) if param in self._until]
+        if never := [self._names[param] for param in held if self._until[param] is None]:
+            number = plural(len(never), "parameter")
+            self._notice(f"an optimizer of the loop holds {number} that cfg.tuning freezes, like {never[0]}")
+        wrapped = {param for wrapper in self._wrappers() for param in wrapper.parameters()}
+        later = [self._names[item] for item in held if self._until[item] and not (is_sharded(item) or item in wrapped)]
+        if self._workers > 1 and later:
+            raise ConfigError(
+                f"{later[0]} trains later, and DDP would not synchronize it: wrap its model with prepare_model, which "
+                "needs a parameter that trains from the start, like those of its head"
+            )
+
+    # -- checkpoints
+
+    def without_frozen(self, states: State) -> State:
+        """Return the states of models with SHA-256 instead of parameters that constructors build.
+
+        Raises:
+            ConfigError: such a parameter has changed since it was built.
+        """
+        found = dict(states)
+        for name, left_out in self._left_out.items():
+            found[name] = dict(states[name])
+            for path, sha256 in left_out.items():
+                part, key = local_part(states[name][path]), f"{name}.{path}"
+                if (seen := (part.data_ptr(), part._version)) != self._seen.get(key):
+                    if sha256_of(states[name][path]) != sha256:
+                        raise ConfigError(
+                            f"models.{key} is frozen, and not as its constructor builds it, so that checkpoints need "
+                            f"it; set cfg.tuning.{name}.save=all"
+                        )
+                    self._seen[key] = seen
+                found[name][path] = {FROZEN: sha256}
+        return found
+
+
+def filled(saved: State, own: Mapping[str, Any]) -> State:
+    """Return the saved state of a model with its `own` frozen parameters, which the checkpoint lacks.
+
+    Raises:
+        ValueError: they differ from those of the run that saved it.
+    """
+    missing = [name for name, item in saved.items() if isinstance(item, dict) and item.keys() == {FROZEN}]
+    for name in missing:
+        if name not in own or sha256_of(own[name]) != saved[name][FROZEN]:
+            raise ValueError(
+                f"{name} was frozen and is not in the checkpoint, and its constructor now builds another; restore the "
+                "code, arguments and cfg.tuning of the run that saved it"
+            )
+    return saved | {name: own[name] for name in missing}
+
+
+def sha256_of(tensor: torch.Tensor) -> str:
+    """Return a checksum of the type, shape and content of a tensor; for a sharded one, every worker must call this."""
+    held = whole(tensor).detach().cpu().contiguous()
+    found = hashlib.sha256(f"{held.dtype} {[*held.shape]} ".encode())
+    found.update(held.reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def frozen_of(item: Tuning, named: Parameters, key: str) -> dict[nn.Parameter, int | None]:
+    """Return the frozen parameters of a model, with the number of epochs after which they train; None for never."""
+    found: dict[nn.Parameter, int | None] = {param: None for param in named.values() if not param.requires_grad}
+    for pattern in item.freeze:
+        found |= dict.fromkeys(matching(named, pattern, f"{key}.freeze").values())
+    frozen = {path: param for path, param in named.items() if param in found}
+    for pattern, epochs in item.unfreeze.items():
+        for path, param in matching(frozen, pattern, f"{key}.unfreeze", "frozen parameter").items():
+            if found[param] not in (None, epochs):
+                raise ConfigError(f"{key}.unfreeze has two patterns for {path}: {found[param]} and {epochs} epochs")
+            found[param] = epochs
+    return found
+
+
+def rates_of(item: Tuning, model: nn.Module, trained: Parameters, name: str) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return the learning rates of the parameters of a model that train at some time."""
+    found: dict[nn.Parameter, dict[str, Any]] = {}
+    if item.layer_decay is not None:
+        depths = depths_of(model)
+        last = max(depths.values())
+        for param in trained.values():
+            scale = item.layer_decay ** (last - depths[param])
+            found[param] = {"title": f"{name} layer {depths[param]} of {last}", "lr_scale": scale}
+    chosen: dict[nn.Parameter, str] = {}
+    key = f"cfg.tuning.{name}.learning_rates"
+    for pattern, lr in item.learning_rates.items():
+        for path, param in matching(trained, pattern, key, "parameter that trains").items():
+            other = chosen.setdefault(param, pattern)
+            if item.learning_rates[other] != lr:
+                raise ConfigError(f"{key} has two rates for {path}: {other!r} and {pattern!r} match it")
+            found[param] = {"title": f"{name} {pattern}", "lr_scale": 0, "lr": lr}
+    return found
+
+
+def depths_of(model: nn.Module) -> dict[nn.Parameter, int]:
+    """Return the numbers of the layers of a model by parameter, in the order in which they are registered.
+
+    Layers from 1 are the blocks that repeat in a `ModuleList` or `Sequential` or, in a model without any, its children.
+    What comes before the first one is layer 0, and what comes after the last one is another layer.
+    """
+    blocks = repeated_blocks(model) or [name for name, child in model.named_children() if [*child.parameters()]]
+    depth, found = 0, {}
+    for path, param in model.named_parameters():
+        inside = next((number for number, block in enumerate(blocks, 1) if path.startswith(f"{block}.")), None)
+        depth = inside or (len(blocks) + 1 if depth >= len(blocks) else depth)
+        found[param] = depth
+    return found
+
+
+def matching(named: Parameters, pattern: str, key: str, what: str = "parameter") -> Parameters:
+    """Return the parameters that match a pattern; raise ConfigError, with near matches, if there are none."""
+    found = {path: param for path, param in named.items() if fnmatchcase(path, pattern)}
+    if not found:
+        above = {".".join([*path.split(".")[:end], "*"]) for path in named for end in range(1, path.count(".") + 1)}
+        raise ConfigError(f"{key}: {pattern!r} matches no {what}.{suggest(pattern, {*named, *above}, 'print(model)')}")
+    return found
+
+
+def hold_statistics(model: nn.Module) -> None:
+    """Keep modules with running statistics in eval mode while all parameters around them are frozen.
+
+    Those without parameters, such as BatchNorm with `affine=False`, belong to the nearest module that has some.
+    """
+    for path, module in model.named_modules():
+        if not any(name.startswith("running_") for name, _ in module.named_buffers(recurse=False)):
+            continue
+        while not (params := [*model.get_submodule(path).parameters()]) and path:
+            path = path.rpartition(".")[0]
+        holds = bool(params) and not any(param.requires_grad for param in params)
+        if holds and "train" not in vars(module):
+            module.train = types.MethodType(_stay_in_eval, module)
+            module.eval()
+        elif not holds and "train" in vars(module):
+            del module.train
+            module.train(model.training)
+
+
+def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
+    """Take the place of `train` of a module whose running statistics are frozen."""
+    type(self).train(self, mode)
+    self.training = False
+    return self
+
+
+def _count(params: Sequence[nn.Parameter]) -> str:
+    return f"{plural(len(params), 'tensor')}, {sum(item.numel() for item in params):,} parameters"
