@@ -34,7 +34,7 @@ def train_prove(
     """
     request = Request.of(overrides, variants=variants)
     seed = random.randrange(10_000) if seed is None else seed
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), projects.stopped_early("during the proof"):
         _, experiment = projects.load(AN_EXPERIMENT, request.overrides, "prove")
         from mlx_runtime.companions.surgery import proving
 
@@ -52,7 +52,7 @@ def train_prove(
             for title, items in (("cause", check.causes), ("design", proving.BY_DESIGN[check.name])):
                 for item in items:
                     say(f"  {title:<7} {item}")
-        say(f"runs      {folder or 'removed'}")
+        say(f"runs      {folder or 'removed, since no check has failed'}")
         say(f"badge     {badge or 'none, because not every check holds'}")
     sys.exit(holds is False)
 
@@ -67,8 +67,9 @@ def upgrade_command(kind: Kind) -> click.Command:
     def upgrade(dry_run: bool, yes: bool) -> None:
         from mlx_runtime.companions.surgery import upgrading
 
-        found = upgrading.plan(kind)
-        click.echo(printable(found.diff()), nl=False)
+        with projects.stopped_early("before anything was changed"):
+            found = upgrading.plan(kind)
+            click.echo(printable(found.diff()), nl=False)
         for line in found.lines():
             say(line)
         if dry_run:

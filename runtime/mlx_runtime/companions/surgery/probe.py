@@ -72,9 +72,9 @@ class Probe:
     def on_batch_start(self, experiment: Any, stage: str, batch: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
             self._read.append(digest(tree_leaves(dict(batch))))
-            columns = (item for item in batch.values() if isinstance(item, list) or getattr(item, "ndim", None))
+            columns = [item for item in batch.values() if isinstance(item, torch.Tensor) and item.ndim]
             rows = zip(*columns, strict=False) if self.plain else ()
-            self._rows += [digest([item[item != 0] if hasattr(item, "ndim") else item for item in row]) for row in rows]
+            self._rows += [digest([item[item != 0] for item in row]) for row in rows]
         for part in (part for model in Groups(experiment).modules for part in model.modules() if self.plain):
             if isinstance(part, _RANDOM):
                 part.eval()

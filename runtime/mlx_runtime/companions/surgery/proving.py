@@ -30,7 +30,6 @@ from mlx_runtime.runs.queries.reader import Run
 from mlx_runtime.workers.fork_server import ForkServer
 from mlx_runtime.workers.local import take_server
 from mlx_runtime.workers.placement import engine_for
-from mlx_runtime.workers.stop_requests import StopRequests, sigterm_stops
 
 BATCHES, EVERY = 8, 3
 """Updates per epoch, and between two checkpoints."""
@@ -67,11 +66,9 @@ BADGE = (
 )
 """Line of Markdown for the README of an experiment for which all checks hold."""
 
-CURE = "no checkpoint contains it; register a buffer, or give a tool a state_dict"
 SCALED = "the loss is a sum over the rows of a worker, or divided twice: return the mean"
 OTHER_ROWS = "workers use other rows, or weigh them otherwise: is the model prepared with prepare_model?"
-UNMERGED = "it depends on which worker reads a row: use an object in metrics, which merges them"
-"""Cures of differences between runs, and causes of those between 2 workers and 1."""
+"""Causes of differences between 2 workers and 1."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +148,9 @@ class Prover:
     def prove(self) -> tuple[list[Check], str | None]:
         """Train and compare all runs. Return the outcomes, and the folder of the runs, kept if a check has failed."""
         self._folder, kept = Path(tempfile.mkdtemp(prefix="mlx-proof-")), False
+        self._say(f"runs      {self._folder}")
         try:
-            with sigterm_stops(StopRequests()), contextlib.closing(take_server()) as self._server:
+            with contextlib.closing(take_server()) as self._server:
                 checks = [*self._checks()]
             kept = any(check.holds is False for check in checks)
             return checks, str(self._folder) if kept else None
@@ -176,8 +174,8 @@ class Prover:
         """Train a run until its process ends, `fresh` in a new interpreter."""
         (folder := self._folder / name).mkdir(exist_ok=True)
         with contextlib.ExitStack() as stack:
-            new = contextlib.closing(ForkServer(fresh=True, folder=Path.cwd())) if fresh else None
-            server = stack.enter_context(new) if new else self._server
+            server = ForkServer(fresh=True, folder=Path.cwd()) if fresh else self._server
+            stack.callback(server.close if fresh else str)
             server.preload(__name__, "mlx_runtime.workers.worker")
             log = stack.enter_context((folder / "log.txt").open("a"))
             variables = {**os.environ, "TMPDIR": str(folder)}
@@ -298,7 +296,8 @@ def _causes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str
     found = set(unlike(before, after)) & {*before} & {*after}
     order = lambda key: (not after[key].startswith("generator"), not after[key].isdecimal(), key)  # noqa: E731
     for key in sorted(found, key=order)[:3]:
-        yield f"{key} is {before[key]} in the uninterrupted run, and {after[key]} in the other: {CURE}"
+        values = f"{before[key]} in the uninterrupted run, and {after[key]} in the other"
+        yield f"{key} is {values}: no checkpoint contains it; register a buffer, or give a tool a state_dict"
 
 
 def unequal(one: Trained, two: Trained) -> Found | None:
@@ -319,7 +318,8 @@ def unequal(one: Trained, two: Trained) -> Found | None:
     for a, b in zip(one.rows(), two.rows(), strict=False):
         for key in unlike(a, b):
             if not close(a.get(key), b.get(key)):
-                return f"metric {key} in step {a['step']} is {b.get(key)}, and {a.get(key)} with one", (UNMERGED,)
+                cause = "it depends on which worker reads a row: use an object in metrics, which merges them"
+                return f"metric {key} in step {a['step']} is {b.get(key)}, and {a.get(key)} with one", (cause,)
     return None
 
 

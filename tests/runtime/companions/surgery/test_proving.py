@@ -48,26 +48,38 @@ def test_the_template_holds(prove: Prove, digits: Path, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("fault", "check", "named"),
+    ("fault", "named"),
     [
-        (
-            "operation",
-            "deterministic",
-            "with cfg.deterministic=true: RuntimeError: put_ does not have a ",
-        ),
-        ("import", "deterministic", "src.experiment.IMPORTED is "),
-        ("sum", "workers", "the loss is a sum over the rows of a worker"),
-        ("decay", "workers", "workers use other rows, or weigh them otherwise"),
-        ("metric", "workers", "it depends on which worker reads a row"),
+        ("operation", "with cfg.deterministic=true: RuntimeError: put_ does not have a deterministic implementation"),
+        ("import", "src.experiment.IMPORTED is "),
     ],
 )
-def test_only_the_fault_is_named(
-    fault: str, check: str, named: str, prove: Prove, experiment: Callable[[str], Path]
+def test_what_differs_without_a_kill_is_named(
+    fault: str, named: str, prove: Prove, experiment: Callable[[str], Path]
 ) -> None:
-    found = prove(experiment("proofs"), "--kills=1", f"cfg.fault={fault}")
-    assert outcomes(found) == ([False, None, None] if check == "deterministic" else [True, True, False]), found
-    causes = {item["name"]: item["causes"] for item in found["checks"]}[check]
-    assert causes[0].startswith(named), found
+    found = prove(experiment("proofs"), f"cfg.fault={fault}")
+    assert outcomes(found) == [False, None, None], found
+    assert found["checks"][0]["causes"][0].startswith(named), found
+
+
+@pytest.mark.parametrize(
+    ("fault", "holds", "named"),
+    [
+        ("cfg.fault=sum", False, "the loss is a sum over the rows of a worker"),
+        ("cfg.fault=decay", False, "workers use other rows, or weigh them otherwise"),
+        ("cfg.fault=metric", False, "it depends on which worker reads a row"),
+        ("cfg.fault=two", False, "the run 'two workers' failed: KeyError: 'two' (raised on rank "),
+        ("datasets.train.augments=true", None, "the first update of 2 workers reads other rows than that of 1"),
+    ],
+)
+def test_what_differs_by_the_number_of_workers_is_named(
+    fault: str, holds: bool | None, named: str, prove: Prove, experiment: Callable[[str], Path]
+) -> None:
+    """No update follows the only checkpoint, so no run is killed."""
+    short = ("cfg.start_workers=1", "cfg.num_epochs=1", "cfg.checkpoint_every_steps=null")
+    found = prove(experiment("proofs"), *short, fault)
+    assert outcomes(found) == [True, None, holds], found
+    assert [*found["checks"][2]["causes"], found["checks"][2]["text"]][0].startswith(named), found
 
 
 def test_what_checkpoints_lack_is_named(prove: Prove, experiment: Callable[[str], Path]) -> None:
