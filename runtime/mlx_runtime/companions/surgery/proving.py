@@ -151,7 +151,7 @@ class Prover:
         self._say(f"runs      {self._folder}")
         try:
             with contextlib.closing(take_server()) as self._server:
-                checks = [*self._checks()]
+                checks = self._checks()
             kept = any(check.holds is False for check in checks)
             return checks, str(self._folder) if kept else None
         except MlxError as error:
@@ -161,14 +161,12 @@ class Prover:
             if not kept:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _checks(self) -> Iterator[Check]:
+    def _checks(self) -> list[Check]:
         whole = self._whole("whole")
-        yield (first := self._deterministic(whole))
+        first = self._deterministic(whole)
         if first.holds:
-            yield self._resume(whole)
-            yield self._workers()
-        else:
-            yield from (Check(name, None, "uninterrupted runs differ already") for name in ("resume", "workers"))
+            return [first, self._resume(whole), self._workers()]
+        return [first, *(Check(name, None, "uninterrupted runs differ already") for name in ("resume", "workers"))]
 
     def _train(self, name: str, request: Request, *, fresh: bool = False, **probe: Any) -> Trained:
         """Train a run until its process ends, `fresh` in a new interpreter."""
@@ -270,12 +268,10 @@ def unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 def difference(whole: Trained, other: Trained) -> Found | None:
     """Return the first difference between an uninterrupted run and another one; None if they are equal, bit for bit."""
-    states = []
-    for run in (whole, other):
-        leaves, _ = tree_flatten_with_path(run.run.state())
-        named = {keystr(path): digest(item) for path, item in leaves}
-        states.append({key: item for key, item in named.items() if not key.startswith(("['config']", "['tracking']"))})
-    found: list[tuple[float, str]] = [(math.inf, f"{key} in the last checkpoint") for key in unlike(*states)[:1]]
+    leaves = [tree_flatten_with_path(run.run.state())[0] for run in (whole, other)]
+    states = [{keystr(path): digest(item) for path, item in found} for found in leaves]
+    differs = [key for key in unlike(*states) if not key.startswith(("['config']", "['tracking']"))]  # paths and times
+    found: list[tuple[float, str]] = [(math.inf, f"{key} in the last checkpoint") for key in differs[:1]]
     for a, b in itertools.zip_longest(whole.rows(), other.rows(), fillvalue=dict[str, Any]()):
         found += [((a or b)["step"], f"metric {key} in step {(a or b)['step']}") for key in unlike(a, b)]
     if not found:
@@ -285,8 +281,8 @@ def difference(whole: Trained, other: Trained) -> Found | None:
         known = {(note["step"], note["number"]): note for note in notes}
         for note in others:
             twin = known.get((note["step"], note["number"]), note)
-            differs = unlike(twin["state"], note["state"])[:1]
-            found += [(note["step"] - 0.5, f"{key} in step {note['step']}, rank {rank}") for key in differs]
+            differs = unlike(twin["state"], note["state"])
+            found += [(note["step"] - 0.5, f"{key} in step {note['step']}, rank {rank}") for key in differs[:1]]
             causes = causes or [*_causes(twin["hidden"], note["hidden"])]
     return min(found)[1], tuple(causes)
 

@@ -1,7 +1,11 @@
 """`mlx train prove` holds for experiments that keep the rules, and names the fault of those that do not."""
 
+import contextlib
 import json
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,3 +114,32 @@ def test_a_run_that_fails_proves_nothing(fault: str, why: str, mlx: Mlx, experim
     assert done.returncode == 1
     assert f"error: {why}" in done.stderr
     shutil.rmtree(done.stderr.split()[-1])
+
+
+def test_a_proof_that_is_stopped_leaves_nothing(
+    environment: dict[str, str], experiment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-m", "mlx_runtime", "train", "prove"],
+        cwd=experiment("proofs"),
+        env=environment | {"TMPDIR": str(scratch)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        while not process.stderr.readline().startswith("training  second"):
+            assert process.poll() is None
+        while not [*scratch.glob("mlx-proof-*/second/rank_0.jsonl")]:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        assert process.stderr.read() == "stopped by SIGTERM during the proof\n"
+    assert process.returncode == 143
+    assert not [*scratch.glob("mlx-*")]
+    left = []
+    for found in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            left += [found] * (str(scratch).encode() in found.read_bytes())
+    assert not left
