@@ -34,18 +34,8 @@ _RANDOM = torch.nn.modules.batchnorm._BatchNorm | torch.nn.modules.dropout._Drop
 """Modules that depend on the rows of this worker, or on its random numbers."""
 
 _PLAIN = (
-    type(None),
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    set,
-    frozenset,
-    np.generic,
-    np.ndarray,
-    torch.Tensor,
-    *GENERATORS,
+    *(type(None), int, float, complex, str, bytes, set, frozenset),
+    *(np.generic, np.ndarray, torch.Tensor, *GENERATORS),
 )
 _SKIPPED = ("mlx_runtime", "torch.optim", "torch.distributed", "torch.utils.tensorboard", "logging", "threading")
 _LIBRARIES = ("torch.", "torchmetrics.")
