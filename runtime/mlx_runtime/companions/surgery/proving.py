@@ -248,7 +248,7 @@ class Prover:
             return Check("workers", False if began else None, str(error))
         rows = [sorted(row for notes in run.notes for row in notes[0]["rows"]) for run in (one, two)]
         if rows[0] != rows[1] or not rows[0]:
-            return Check("workers", None, "the first update of 2 workers reads other rows than that of 1")
+            return Check("workers", None, "the first update of 2 workers reads other rows than that of 1, or none from a loader")
         found, states = unequal(one, two), [note["state"] for note in one.notes[0]]
         if found is None:
             return Check("workers", True, f"2 workers train as 1 does, within {TOLERANCE:.1%}")
@@ -302,7 +302,7 @@ def unequal(one: Trained, two: Trained) -> Found | None:
     if not close(a, b):
         ratio = b / a if a else math.inf
         cause = SCALED if any(close(ratio, scale) for scale in (0.5, 2.0)) else OTHER_ROWS
-        return f"the norm of the first gradient is {ratio:.3g} times that of one", (cause,)
+        return f"the norm of the first gradient is {ratio:.4g} times that of one", (cause,)
     files = [sorted(run.folder.glob("weights_*.pt")) for run in (one, two)]
     first, last, others = (torch.load(file, weights_only=True) for file in (files[0][0], files[0][-1], files[1][-1]))
     for key, item in last.items():
