@@ -248,7 +248,8 @@ class Prover:
             return Check("workers", False if began else None, str(error))
         rows = [sorted(row for notes in run.notes for row in notes[0]["rows"]) for run in (one, two)]
         if rows[0] != rows[1] or not rows[0]:
-            return Check("workers", None, "the first update of 2 workers reads other rows than that of 1, or none from a loader")
+            text = "the first update of 2 workers reads other rows than that of 1, or none from a loader"
+            return Check("workers", None, text)
         found, states = unequal(one, two), [note["state"] for note in one.notes[0]]
         if found is None:
             return Check("workers", True, f"2 workers train as 1 does, within {TOLERANCE:.1%}")
