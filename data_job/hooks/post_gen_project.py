@@ -1,4 +1,4 @@
-"""Delete caches that tools left in the template's own folder, and record what was rendered for `mlx train upgrade`."""
+"""Delete caches that tools left in the template's own folder, and record what was rendered, for upgrades."""
 
 import hashlib
 import json

@@ -284,10 +284,11 @@ class Session:
             if own is not None:
                 own.begin_update(optimizer)
 
-    def update_finished(self) -> None:
+    def update_finished(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
         self.beat()
         self.optimization.after_update()
+        self._call("on_update", optimizer)
 
     def optimizer_step(self, name: str | None) -> bool:
         """Step an optimizer of the experiment; see `BaseModule.optimizer_step`."""

@@ -16,6 +16,7 @@ Callbacks only, in every worker; `stage` is the name of the pass, like `train`:
 
     on_batch_start(experiment, stage, batch)  before the loop receives a batch
     on_batch_end(experiment, stage, batch)    when the loop requests the next batch; not after `break`
+    on_update(experiment, optimizer)          after an optimizer has stepped; the gradients are still there
     on_evaluate_start(experiment, stage)      before the first batch of a pass over an evaluation dataset
     on_evaluate_end(experiment, stage)        after the last batch, or when the loop leaves the pass
 
@@ -42,7 +43,7 @@ from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, Report, RunEn
 __all__ = ["Listeners", "Report", "RunInfo"]
 
 _HOOKS = ("on_run_start", "on_report", "on_epoch_end", "on_checkpoint", "on_exception", "on_run_end")
-_IN_WORKERS = ("on_batch_start", "on_batch_end", "on_evaluate_start", "on_evaluate_end")
+_IN_WORKERS = ("on_batch_start", "on_batch_end", "on_update", "on_evaluate_start", "on_evaluate_end")
 
 HOOKS = {"trackers": (*_HOOKS, "on_rewind"), "callbacks": (*_HOOKS, *_IN_WORKERS, "accompany")}
 """Methods that are called, by key in `cfg`."""

@@ -233,7 +233,7 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
         session.optimization.before_update(optimizer)
 
     stack.callback(register_optimizer_step_pre_hook(before_update).remove)
-    stack.callback(register_optimizer_step_post_hook(lambda *_: session.update_finished()).remove)
+    stack.callback(register_optimizer_step_post_hook(lambda item, *_: session.update_finished(item)).remove)
     if session.optimization.strategy.tuning is not None and not job.evaluate:
         session.optimization.strategy.tuning.observe(session, stack)
     if cfg.replicas.every is not None and not job.evaluate:

@@ -25,8 +25,8 @@ class TrainConfig(mlx_runtime.TrainConfig):
 
 
 class Rows(Dataset):
-    def __init__(self, rows: int = 200, batch_size: int = 8, remembers: bool = False):
-        self.batch_size, self.remembers, self.read = batch_size, remembers, 0
+    def __init__(self, rows: int = 200, batch_size: int = 8, remembers: bool = False, augments: bool = False):
+        self.batch_size, self.remembers, self.read, self.augments = batch_size, remembers, 0, augments
         self.values = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
 
     def __len__(self):
@@ -34,7 +34,8 @@ class Rows(Dataset):
 
     def __getitem__(self, index):
         self.read += self.remembers
-        return {"x": self.values[index] * (1 + self.read), "y": self.values[index].sum()}
+        x = self.values[index] * (1 + self.read)
+        return {"x": x + torch.rand(()) if self.augments else x, "y": self.values[index].sum()}
 
 
 class Net(nn.Module):
@@ -107,6 +108,8 @@ class Experiment(BaseModule):
                 loss = self.losses.mse(answers, batch["y"])
                 if self.cfg.fault == "none":
                     raise KeyError("none")
+                if self.cfg.fault == "two" and torch.distributed.get_world_size() == 2:
+                    raise KeyError("two")
                 if self.cfg.fault == "sum":
                     loss = loss * len(answers) / 16
                 if self.cfg.fault == "import":

@@ -93,7 +93,7 @@ def begin(tmp_path: Path) -> Begin:
         for optimizer in vars(optimizers).values():
             optimizer.register_step_pre_hook(lambda optimizer, *_: session.update_begins(optimizer))
             optimizer.register_step_pre_hook(lambda optimizer, *_: session.optimization.before_update(optimizer))
-            optimizer.register_step_post_hook(lambda *_: session.update_finished())
+            optimizer.register_step_post_hook(lambda item, *_: session.update_finished(item))
         session.begin()
         return module
 

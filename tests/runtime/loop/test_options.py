@@ -39,7 +39,7 @@ def test_what_a_strategy_cannot_do_is_refused(settings: dict[str, Any], problem:
 
 
 METHODS = "on_run_start, on_report, on_epoch_end, on_checkpoint, on_exception, on_run_end"
-IN_DRIVER = f"{METHODS}, on_batch_start, on_batch_end, on_evaluate_start, on_evaluate_end, accompany"
+IN_DRIVER = f"{METHODS}, on_batch_start, on_batch_end, on_update, on_evaluate_start, on_evaluate_end, accompany"
 
 
 @pytest.mark.parametrize(

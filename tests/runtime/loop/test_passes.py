@@ -228,7 +228,7 @@ class Training:
     def watched(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return an optimizer with the hooks that a worker registers for all of them."""
         optimizer.register_step_pre_hook(lambda item, *_: self.session.update_begins(item))
-        optimizer.register_step_post_hook(lambda *_: self.session.update_finished())
+        optimizer.register_step_post_hook(lambda item, *_: self.session.update_finished(item))
         return optimizer
 
     def step(self, batch: dict[str, torch.Tensor], sgd: torch.optim.Optimizer) -> None:

@@ -186,7 +186,7 @@ class Own(BaseModule):
         )
         for item in optimizers.values():  # as a worker does for all of them
             item.register_step_pre_hook(lambda item, *_: session_of(self).update_begins(item))
-            item.register_step_post_hook(lambda *_: session_of(self).update_finished())
+            item.register_step_post_hook(lambda one, *_: session_of(self).update_finished(one))
         self.answers: list[bool] = []
 
     def worker_loop(self, dataset_shards: Any, *, metrics: bool = False, stop_at: int | None = None) -> None:
@@ -529,21 +529,27 @@ class TestCallbacks:
             assert not batch["x"].any()
             self.calls.append("]")
 
+        def on_update(self, experiment: BaseModule, optimizer: torch.optim.Optimizer) -> None:
+            assert optimizer is experiment.optimizers.sgd
+            self.calls.append("+" if experiment.models.net[1].weight.grad is not None else "-")
+
         def on_evaluate_start(self, experiment: BaseModule, stage: str) -> None:
             self.calls.append("(")
 
         def on_evaluate_end(self, experiment: BaseModule, stage: str) -> None:
             self.calls.append(")")
 
-    def test_they_surround_batches_and_evaluations(self, tmp_path: Path) -> None:
+    def test_they_surround_batches_and_evaluations_and_follow_updates(self, tmp_path: Path) -> None:
         heard = self.Heard()
         settings = {
             "debug": Debug(limit_batches=2),
             "num_epochs": 1,
             "evaluate_every_steps": 2,
         }
-        run(Experiment(callbacks={"heard": heard, "removed": None}, **settings), tmp_path)
-        assert "".join(heard.calls) == "train[1]train[2(val[2]val[2])](val[2]val[2])"
+        experiment = Experiment(callbacks={"heard": heard, "removed": None}, **settings)
+        experiment.optimizers.sgd.register_step_post_hook(lambda one, *_: session_of(experiment).update_finished(one))
+        run(experiment, tmp_path)
+        assert "".join(heard.calls) == "train[1+]train[2+(val[2]val[2])](val[2]val[2])"
 
 
 @pytest.mark.local

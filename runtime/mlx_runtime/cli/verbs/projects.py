@@ -198,7 +198,7 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
 
 def run(kind: Kind, request: Request) -> None:
     """Call `main` of the `main.py` in the working directory."""
-    with _stopped_early() if kind == AN_EXPERIMENT else contextlib.nullcontext():
+    with stopped_early("before the run began") if kind == AN_EXPERIMENT else contextlib.nullcontext():
         folder, _ = load(kind, request.overrides, "run")  # explains import errors better than main.py would
         main = folder / "main.py"
         if not main.is_file():
@@ -211,15 +211,15 @@ def run(kind: Kind, request: Request) -> None:
 
 
 @contextlib.contextmanager
-def _stopped_early() -> Iterator[None]:
-    """Report SIGTERM and SIGHUP in the block, except while a run handles them."""
+def stopped_early(when: str) -> Iterator[None]:
+    """End the block on SIGTERM and SIGHUP with a message, except while a run handles them."""
     control = StopRequests()
     try:
         with sigterm_stops(control):
             yield
     except Terminated:
         why = control.reason or "SIGTERM"
-        raise RunStopped(f"stopped by {why} before the run began", control.exit_code) from None
+        raise RunStopped(f"stopped by {why} {when}", control.exit_code) from None
 
 
 def load(kind: Kind, overrides: Sequence[str], verb: str) -> tuple[Path, type]:

@@ -3,8 +3,6 @@
 import contextlib
 import random
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import click
@@ -38,27 +36,28 @@ def train_prove(
     Short runs in a temporary folder are compared: uninterrupted twice, killed and resumed, and with 2 workers and 1.
     """
     request = Request.of(overrides, variants=variants)
-    with contextlib.redirect_stdout(sys.stderr):
-        _, experiment = projects.load(AN_EXPERIMENT, request.overrides, "prove")
-    from mlx_runtime.companions.surgery import proving
-
     seed = random.randrange(10_000) if seed is None else seed
-    report: Callable[[str], object] = str if Settings.read().quiet else partial(say, err=True)
-    proof = proving.Prover(experiment, request, seed=seed, kills=kills, say=report).prove()
+    with contextlib.redirect_stdout(sys.stderr), projects.stopped_early("during the proof"):
+        _, experiment = projects.load(AN_EXPERIMENT, request.overrides, "prove")
+        from mlx_runtime.companions.surgery import proving
+
+        report = str if Settings.read().quiet else say
+        checks, folder = proving.Prover(experiment, request, seed=seed, kills=kills, say=report).prove()
+    outcomes = [check.holds for check in checks]
+    holds = False if False in outcomes else all(outcomes) or None  # None: no check has failed, but one was skipped
+    badge = proving.BADGE if holds else ""
     if as_json:
-        checks = [{**vars(check), "by_design": proving.BY_DESIGN[check.name]} for check in proof.checks]
-        badge = proving.BADGE if proof.holds else ""
-        click.echo(to_json({**vars(proof), "checks": checks, "holds": proof.holds, "badge": badge}), nl=False)
+        told = [{**vars(check), "by_design": proving.BY_DESIGN[check.name]} for check in checks]
+        click.echo(to_json({"holds": holds, "seed": seed, "checks": told, "folder": folder, "badge": badge}), nl=False)
     else:
-        for check in proof.checks:
+        for check in checks:
             say(f"{OUTCOMES[check.holds]:<9} {check.name}: {check.text}")
             for title, items in (("cause", check.causes), ("design", proving.BY_DESIGN[check.name])):
                 for item in items:
                     say(f"  {title:<7} {item}")
-        if proof.folder:
-            say(f"runs      {proof.folder}")
-        say(f"badge     {proving.BADGE}" if proof.holds else "no badge  not every check holds")
-    sys.exit(proof.holds is False)
+        say(f"runs      {folder or 'removed, since no check has failed'}")
+        say(f"badge     {badge or 'none, because not every check holds'}")
+    sys.exit(holds is False)
 
 
 @click.command("surgery")
@@ -100,8 +99,9 @@ def upgrade_command(kind: Kind) -> click.Command:
     def upgrade(dry_run: bool, yes: bool) -> None:
         from mlx_runtime.companions.surgery import upgrading
 
-        found = upgrading.plan(kind)
-        click.echo(printable(found.diff()), nl=False)
+        with projects.stopped_early("before anything was changed"):
+            found = upgrading.plan(kind)
+            click.echo(printable(found.diff()), nl=False)
         for line in found.lines():
             say(line)
         if dry_run:

@@ -3,44 +3,44 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
-import re
 import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from mlx_runtime.distributed.randomness import GENERATORS, random_state_dict
 from mlx_runtime.distributed.wrapping import unwrap, whole
-from mlx_runtime.errors import USER_ERRORS
-from mlx_runtime.loop.context import GROUPS, Groups
-from mlx_runtime.loop.experiment import BaseModule
+from mlx_runtime.loop.context import GROUPS, Groups, params_of
 
 DRIVER = "MLX_PROOF_DRIVER"
 """Environment variable of workers: the process id of their driver."""
 
-CHECKPOINT_S = 30.0
-"""Maximum wait for the first checkpoint before a kill, which is left out then, since nothing could be restored."""
-
-ITEMS, DEPTH, LARGE = 500, 8, 2**20
+ITEMS, DEPTH, LARGE = 500, 10, 2**20
 """Limits of the search for values that checkpoints lack: items of an object, levels, and bytes of an array."""
 
-_PLAIN = (type(None), int, float, complex, str, bytes, np.generic, np.ndarray, torch.Tensor, *GENERATORS)
+_RANDOM = torch.nn.modules.batchnorm._BatchNorm | torch.nn.modules.dropout._DropoutNd
+"""Modules that depend on the rows of this worker, or on its random numbers."""
+
+_PLAIN = (
+    *(type(None), int, float, complex, str, bytes, set, frozenset),
+    *(np.generic, np.ndarray, torch.Tensor, *GENERATORS),
+)
 _SKIPPED = ("mlx_runtime", "torch.optim", "torch.distributed", "torch.utils.tensorboard", "logging", "threading")
 _LIBRARIES = ("torch.", "torchmetrics.")
+
+_hash = partial(hashlib.blake2b, digest_size=8)
 
 
 class Probe:
@@ -52,73 +52,56 @@ class Probe:
         kills: global step, rank and victim (`worker` or `driver`) of each kill, in the order of steps.
     """
 
-    _hook: ClassVar[Any] = None  # of the probe that was created last: a driver that trains creates two
-
     def __init__(self, folder: str, plain: bool = False, kills: Sequence[Sequence[Any]] = ()) -> None:
         self.folder, self.plain, self.kills = Path(folder), plain, kills
         self._read: list[str] = []  # digests of the training batches since the last update
-        self._rows = 0  # in them
+        self._rows: list[str] = []  # digests of the rows in them, without zeros, which may pad them
         self._steps: list[int] = []  # of the updates so far
-        if Probe._hook is not None:
-            Probe._hook.remove()
-        Probe._hook = register_optimizer_step_post_hook(self._updated)
+        self._searched: int | None = -1  # step of the checkpoint after which hidden values were noted last
 
-    def on_batch_start(self, experiment: BaseModule, stage: str, batch: Mapping[str, Any]) -> None:
+    def on_batch_start(self, experiment: Any, stage: str, batch: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
-            self._read.append(digest(sorted(values(batch))))
-            tensors = (item for item in tree_leaves(batch) if isinstance(item, torch.Tensor) and item.dim())
-            self._rows += next(map(len, tensors), 0)
+            self._read.append(digest(tree_leaves(dict(batch))))
+            columns = [item for item in batch.values() if isinstance(item, torch.Tensor) and item.ndim]
+            rows = zip(*columns, strict=False) if self.plain else ()
+            self._rows += [digest([item[item != 0] for item in row]) for row in rows]
         for part in (part for model in Groups(experiment).modules for part in model.modules() if self.plain):
-            if isinstance(part, _BatchNorm | _DropoutNd):
+            if isinstance(part, _RANDOM):
                 part.eval()
-            elif isinstance(getattr(part, "dropout", None), float):
+            elif isinstance(getattr(part, "dropout", None), float):  # of nn.LSTM, for example
                 part.dropout = 0.0  # type: ignore[assignment]
 
-    def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Note an update of the loop that has just been made, and carry out the kill that is due."""
-        frame = sys._getframe()
-        while frame.f_code.co_name != "worker_loop":
-            if frame.f_back is None:
-                return
-            frame = frame.f_back
-        context = frame.f_locals[frame.f_code.co_varnames[0]]._run.context
+    def on_update(self, experiment: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Note an update, and carry out the kill that is due."""
+        context, saved = experiment._run.context, experiment._run.checkpoints.step
         step, rank = context.progress.global_step, context.topology.rank
         self._steps.append(step)
-        models = {name: unwrap(model) for name, model in context.groups.members("models").items()}
-        weights = {f"{name}.{key}": item for name, model in models.items() for key, item in model.named_parameters()}
-        updated = {id(item) for group in optimizer.param_groups for item in group["params"]}
-        gradients = {key: item.grad for key, item in weights.items() if item.grad is not None and id(item) in updated}
         drawn = random_state_dict(context.topology.device)
-        state = {"batch": digest(self._read)}
-        state |= {f"random state of {key}": digest(item) for key, item in drawn.items()}
-        state |= {f"gradient of {key}": digest(item) for key, item in gradients.items()}
-        state |= {f"models.{key}": digest(item) for key, item in weights.items()}
-        note = {"process": os.getpid(), "step": step, "number": self._steps.count(step), "rows": self._rows}
-        note |= {"batches": len(self._read), "state": state}
-        current = {key: whole(item.detach()).cpu() for key, item in weights.items() if not item.is_meta}
-        note["finite"] = all(bool(item.isfinite().all()) for item in current.values())
-        if self.plain and rank == 0:
-            torch.save(current, self.folder / f"weights_{len(self._steps):04}.pt")
+        state = {"batch": str(self._read)} | {f"random state of {key}": digest(item) for key, item in drawn.items()}
+        models = {name: unwrap(model).named_parameters() for name, model in context.groups.members("models").items()}
+        held = {f"models.{name}.{key}": item for name, items in models.items() for key, item in items}
+        weights = {key: whole(item.detach()).cpu() for key, item in held.items() if not item.is_meta}
+        state |= {key: digest(item) for key, item in weights.items()}
+        norms = [float(whole(item.grad).norm()) for item in params_of(optimizer) if item.grad is not None]
         hidden: dict[str, str] = {}
-        with contextlib.suppress(*USER_ERRORS):  # other threads may change what is searched
-            hidden = dict(unsaved(context.groups))
+        if saved != self._searched:  # a run may be resumed here
+            with contextlib.suppress(Exception):  # other threads may change what is searched
+                hidden = unsaved(context.groups)
+        note: dict[str, Any] = {"step": step, "number": self._steps.count(step), "saved": saved}
+        note |= {"gradient": math.hypot(*norms), "rows": self._rows, "state": state, "hidden": hidden}
         with (self.folder / f"rank_{rank}.jsonl").open("a") as file:
-            file.write("\n" + json.dumps({**note, "hidden": hidden}))  # a kill may have cut off the note before
-        self._read, self._rows = [], 0
+            file.write("\n" + json.dumps(note))  # a kill may have cut off the note before
+        if self.plain and rank == 0:
+            torch.save(weights, self.folder / f"weights_{len(self._steps):04}.pt")
+        self._read, self._rows, self._searched = [], [], saved
         for at, of_rank, victim in self.kills:
-            if (at, of_rank) == (step, rank):
-                self._kill(step, victim, Path(context.folder.checkpoints))
-
-    def _kill(self, step: int, victim: str, checkpoints: Path) -> None:
-        """Carry out a kill, once: a later attempt repeats the step."""
-        done, deadline = self.folder / f"killed_{step}", time.monotonic() + CHECKPOINT_S
-        while not (saved := any(checkpoints.glob("[!.]*"))) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if done.exists() or not saved:
-            return
-        done.touch()
-        os.kill(int(os.environ[DRIVER]) if victim == "driver" else os.getpid(), signal.SIGKILL)
-        time.sleep(CHECKPOINT_S)  # this process ends with its driver
+            done = self.folder / f"killed_{at}"  # a later attempt repeats the step
+            if (at, of_rank) == (step, rank) and not done.exists():
+                while not any(Path(context.folder.checkpoints).glob("[!.]*")):  # it is written in the background
+                    time.sleep(0.01)
+                done.touch()
+                os.kill(int(os.environ[DRIVER]) if victim == "driver" else os.getpid(), signal.SIGKILL)
+                time.sleep(60)  # this process ends with its driver
 
 
 def digest(value: Any) -> str:
@@ -128,63 +111,46 @@ def digest(value: Any) -> str:
         state = getattr(own, "getstate", getattr(own, "get_state", lambda: own.state))
         return f"generator {digest(state())}"
     if isinstance(value, torch.Tensor):
-        if value.is_meta:
-            return "meta"  # a part of a model that another worker holds
-        part = whole(value.detach()).to_dense().cpu().flatten().contiguous()
-        if len(part) == 1:
-            return repr(part.item())
-        text = f"{tuple(value.shape)} {value.dtype} {_hash(part.view(torch.uint8).numpy() if len(part) else b'')}"
+        part = value.detach().to_dense().cpu().flatten().contiguous()
+        text = f"{tuple(value.shape)} {value.dtype} {_hash(part.view(torch.uint8).numpy().data).hexdigest()}"
     elif isinstance(value, np.ndarray):
-        text = f"{value.shape} {value.dtype} {_hash(value.tobytes())}"
+        text = f"{value.shape} {value.dtype} {_hash(value.tobytes()).hexdigest()}"
+    elif isinstance(value, list | tuple | set | frozenset):
+        text = str([*map(digest, sorted(value, key=repr) if isinstance(value, set | frozenset) else value)])
     else:
-        text = str([digest(item) for item in value]) if isinstance(value, list | tuple) else repr(value)
-    return text if len(text) < 60 else _hash(text.encode())
+        text = repr(value)
+    return text if len(text) < 60 else _hash(text.encode()).hexdigest()
 
 
-def _hash(content: Any) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-def unsaved(groups: Groups) -> Iterator[tuple[str, str]]:
-    """Yield the values that an update may depend on, besides parameters and buffers, with their digests.
+def unsaved(groups: Groups) -> dict[str, str]:
+    """Return the values that an update may depend on, besides parameters and buffers, with their digests by name.
 
     They are the attributes of the objects of an experiment and of the objects in them, and the variables of its
     modules.
     """
-    searched = [name for name in GROUPS if name not in ("cfg", "optimizers")]
-    found = {f"{group}.{name}": item for group in searched for name, item in groups.members(group).items()}
-    found |= {f"self.{name}": item for name, item in vars(groups.experiment).items() if name not in GROUPS}
+    found = {name: groups.members(name) for name in GROUPS if name not in ("cfg", "optimizers")}
+    found["self"] = {name: item for name, item in vars(groups.experiment).items() if name not in GROUPS}
     package = type(groups.experiment).__module__.partition(".")[0]
-    for title, module in [*sys.modules.items()]:
-        if title.partition(".")[0] == package:
-            found |= {f"{title}.{name}": item for name, item in vars(module).items() if not name.startswith("__")}
-    seen: set[int] = set()
-    for name, item in found.items():
-        yield from values(item, name, seen, DEPTH)
+    for name in [name for name in [*sys.modules] if name.partition(".")[0] == package]:
+        found[name] = {key: item for key, item in vars(sys.modules[name]).items() if not key.startswith("__")}
+    return dict(values(found, "", set(), DEPTH))
 
 
-def values(
-    item: Any, name: str = "", seen: set[int] | None = None, depth: int | None = None
-) -> Iterator[tuple[str, str]]:
-    """Yield the names and digests of all values in an object, each object once; with a `depth`, within the limits."""
+def values(item: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, str]]:
+    """Yield the names and digests of the values in an object, each object once, within the limits."""
     item = unwrap(item)
-    seen, kind = set() if seen is None else seen, type(item)
+    kind = type(item)
     if isinstance(item, _PLAIN):
-        large = depth is not None and (size := getattr(item, "nbytes", 0)) > LARGE
-        yield name, f"{kind.__name__} of {size} bytes" if large else digest(item)
-    elif id(item) not in seen and not (depth == 0 or (depth and kind.__module__.startswith(_SKIPPED))):
+        size = getattr(item, "nbytes", 0)
+        yield name, f"{kind.__name__} of {size} bytes" if size > LARGE else digest(item)
+    elif depth and id(item) not in seen and not kind.__module__.startswith(_SKIPPED):
         seen.add(id(item))
-        inner: Any = {} if isinstance(item, type | ModuleType | FunctionType) else getattr(item, "__dict__", {}).items()
+        inner = {} if isinstance(item, type | ModuleType | FunctionType) else {**getattr(item, "__dict__", {})}
         if isinstance(item, dict | list | tuple | deque):
-            inner = item.items() if isinstance(item, dict) else enumerate(item)
-        elif isinstance(item, nn.Module):
-            kept = {*item.state_dict(keep_vars=True), *vars(nn.Module()), "training"}
-            inner = [*inner, *item._buffers.items(), *item._modules.items()]
-            inner = [(key, part) for key, part in inner if key not in kept]
-        elif isinstance(item, set | frozenset):
-            inner = enumerate(sorted(map(digest, item)))
-        elif not hasattr(item, "__dict__") and depth is None:
-            yield name, re.sub(" at 0x[0-9a-f]+", "", repr(item))
-        for key, part in islice(inner, depth and ITEMS):
+            inner |= item if isinstance(item, dict) else dict(enumerate(islice(item, ITEMS)))
+        elif isinstance(item, torch.nn.Module):
+            kept = {*item.state_dict(keep_vars=True), *vars(torch.nn.Module()), "training"}
+            inner = {key: part for key, part in (inner | item._buffers | item._modules).items() if key not in kept}
+        for key, part in [*inner.items()][:ITEMS]:
             if not (str(key).startswith("_") and kind.__module__.startswith(_LIBRARIES)):
-                yield from values(part, f"{name}.{key}".lstrip("."), seen, depth and depth - 1)
+                yield from values(part, f"{name}.{key}".lstrip("."), seen, depth - 1)

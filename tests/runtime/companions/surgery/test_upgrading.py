@@ -605,6 +605,29 @@ def test_a_killed_upgrade_is_repeated(by: Upgrade, releases: tuple[Path, Path], 
     assert tree(project) == after
 
 
+STOPPED = """
+import os, signal, subprocess, tempfile
+tempfile.tempdir, run = {folder!r}, subprocess.run
+
+def stopped(command, **options):
+    if command[1] == "diff":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return run(command, **options)
+
+subprocess.run = stopped
+"""
+"""Stop the process while it shows the changes."""
+
+
+def test_a_stopped_upgrade_leaves_nothing(by: Upgrade, releases: tuple[Path, Path], project: Path) -> None:
+    before = tree(project)
+    code = STOPPED.format(folder=str(project.parent)) + MAIN
+    done = by(releases[1], project, "train", "upgrade", "-y", code=code)
+    assert (done.returncode, done.stderr) == (143, "stopped by SIGTERM before anything was changed\n")
+    assert tree(project) == before
+    assert not [*project.parent.glob("mlx-*")]
+
+
 def test_a_data_job_below_the_root_of_its_repository(by: Upgrade, releases: tuple[Path, Path], tmp_path: Path) -> None:
     """Changes elsewhere in the repository do not matter, and are not put aside."""
     assert by(releases[0], tmp_path, "data", "new", "shards").returncode == 0
