@@ -87,7 +87,8 @@ HOMES = {
     "detect_secrets": {"companions.hub.detection"},
     "huggingface_hub": {"companions.hub.pins", "companions.hub.repository"},
     "hydra": {"config.composition"},
-    "jax": {"companions.notebook.backends"},
+    "flax": {"companions.jax"},
+    "jax": {"companions.jax", "companions.notebook.backends"},
     "jinja2": {"companions.views.report"},
     "marimo": {
         "companions.ui.composer",

@@ -15,9 +15,10 @@ import torch.utils.data
 from mlx_runtime.config.binding.equality import unlike
 from mlx_runtime.config.binding.expressions import Call, Recording, record_constant, record_default
 from mlx_runtime.config.building import DUMMY_PARAMS
-from mlx_runtime.config.constructors.declarations import Declaration
+from mlx_runtime.config.constructors.declarations import Declaration, is_jax_array
 from mlx_runtime.config.constructors.signatures import (
     MISSING,
+    PASSED,
     base_of,
     convert,
     groups,
@@ -116,8 +117,15 @@ class Description:
                 self._inspect(path, item, here)
                 if item.name in given:
                     value = self._value(given[item.name], item.annotation, recording, here)
+                elif item.default is PASSED:
+                    continue
                 else:
-                    value = self._default(target, item, here)
+                    try:
+                        value = self._default(target, item, here)
+                    except BindError:
+                        if item.default is MISSING or path.partition(".")[0] == self._home.partition(".")[0]:
+                            raise
+                        continue  # a default of a library stays what it is
                 if item.kind is item.POSITIONAL_ONLY or (starred and item.kind is item.POSITIONAL_OR_KEYWORD):
                     positional.append(value)
                 else:
@@ -188,6 +196,8 @@ class Description:
     def _write_value(self, value: Any, hint: Any, recording: Recording, key: str) -> Any:
         if value is DUMMY_PARAMS:
             return "???"
+        if is_jax_array(value):
+            raise BindError(f"{key}: JAX computes this array while src is imported; compute it in a function instead")
         if type(value) is str:
             if value == "???":
                 raise BindError(f"{key}: the default '???' means a missing value in conf.yaml; choose another")
@@ -276,13 +286,14 @@ def _describes_itself(hint: Any) -> bool:
 
 def _path(thing: Any, recording: Recording, key: str) -> str:
     """Return the path of a class or function, or else its name in the default's expression."""
+    written = recording.name_of(thing)
     try:
-        return path_of(thing)
+        path = path_of(thing)
+        return written if written and "._" in path else path
     except BindError as error:
-        path = recording.name_of(thing)
-        if path is None:
+        if written is None:
             raise BindError(f"{key}: {error}") from None
-        return path
+        return written
 
 
 def _import_node(path: str, value: Any, key: str) -> Node:
