@@ -21,4 +21,5 @@ def make(target: Callable[..., Any], key: str, /, *args: Any, **kwargs: Any) -> 
     if rngs is not None and rngs.kind is not rngs.VAR_KEYWORD and "rngs" not in given:
         seed = jax.random.key(torch.initial_seed() % 2**32)
         kwargs["rngs"] = nnx.Rngs(jax.random.fold_in(seed, zlib.crc32(key.encode())))
-    return target(*args, **kwargs)
+    with nnx.use_eager_sharding(not jax.sharding.get_abstract_mesh().empty):  # outside of runs, there is no mesh
+        return target(*args, **kwargs)

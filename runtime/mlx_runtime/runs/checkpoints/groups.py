@@ -59,6 +59,18 @@ def io_errors(path: str) -> Iterator[None]:
         raise damage(path, short_message(error)) from error
 
 
+adapters: list[Callable[[Any, Any, str], Any]] = []
+"""Functions of companions that return an object with the state of one of another library, or None; see `stateful`."""
+
+
+def stateful(item: Any, owner: Any, name: str) -> Any:
+    """Return the object whose `state_dict` is the state of an item: itself, or the one of an adapter.
+
+    `owner` is the group or the experiment that has the item as its attribute `name`.
+    """
+    return next((made for adapt in adapters if (made := adapt(item, owner, name)) is not None), item)
+
+
 class UnreadTensor:
     """A tensor of a loaded state whose content has not been read yet; see `shards.StoredTensor`."""
 
@@ -76,7 +88,8 @@ def state_of(group: Any, hidden: Collection[str] = ()) -> tuple[State, list[str]
     """
     states: State = {}
     left_out: list[str] = []
-    for name, member in members(group).items():
+    for name, item in members(group).items():
+        member = stateful(item, group, name)
         if metric_states.is_metric(member):
             try:
                 states[name] = plain(metric_states.state_of(member))
@@ -108,7 +121,8 @@ def load_into(
     `{"ema.shadow": cuda:0}`; others stay on the CPU. States are copied unless the members may keep them (`owned`).
     """
     wanted = {*members(group), *saved} if only is None else only
-    present = {name: item for name, item in members(group).items() if _has_state(item) and name in wanted}
+    found = {name: stateful(item, group, name) for name, item in members(group).items() if name in wanted}
+    present = {name: item for name, item in found.items() if _has_state(item)}
     saved = {name: state for name, state in saved.items() if name in wanted}
     unmatched = sorted(set(present) ^ set(saved))
     if unmatched and title in ("models", "optimizers"):
@@ -149,7 +163,9 @@ def load_what_fits(
     `prepared` is called with the weights that fit and the model's own ones, and returns the weights to load.
     """
     lines = []
-    present = {name: unwrap(item) for name, item in members(models, nn.Module).items()}
+    found = {name: stateful(item, models, name) for name, item in members(models).items()}
+    loads = {name for name, item in found.items() if isinstance(item, nn.Module) or item is not vars(models)[name]}
+    present = {name: unwrap(found[name]) for name in loads}
     for name in sorted(set(present) | set(saved)):
         if name not in saved or name not in present:
             lines.append(f"models.{name} is {'new' if name in present else 'only in the checkpoint'}")
