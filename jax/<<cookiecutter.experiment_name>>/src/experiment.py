@@ -7,8 +7,10 @@ a default here, run `make bind` again; it keeps values that you have edited in t
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from mlx_runtime.datasets import DatasetShards, Loader
@@ -20,13 +22,10 @@ from src.datasets import Digits
 from src.losses import CrossEntropy, cross_entropy
 from src.metrics import MeanConfidence
 from src.models import DigitsNet
-from src.tools import BestWeights, EarlyStopping
+from src.tools import BestEpoch, EarlyStopping, warmup_cosine
 
-Batch = dict[str, jax.Array]
-"""The rows of all workers, split over the devices, and `mask` (n,), which is False for the padding of short batches."""
-
-Outputs = tuple[jax.Array, jax.Array]
-"""Logits (n, classes), and the loss of each row (n,)."""
+Batch = dict[str, jax.Array]  # the rows of all workers; `mask` (n,) is False for those that fill up a short batch
+Outputs = tuple[jax.Array, jax.Array]  # logits (n, classes), and the loss of each row (n,)
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Datasets:
 
 @dataclass
 class Models:
-    net: nnx.Module = DigitsNet()
+    net: nnx.Module = DigitsNet(rngs=nnx.Rngs())
 
 
 @dataclass
@@ -61,10 +60,8 @@ class Metrics:
 @dataclass
 class Tools:
     early_stopping: EarlyStopping = EarlyStopping()
-    best: BestWeights = BestWeights(mode="max")
-    schedule: Callable[..., optax.Schedule] = partial(
-        optax.warmup_cosine_decay_schedule, init_value=0.0, peak_value=3e-3, warmup_steps=20
-    )
+    best: BestEpoch = BestEpoch(mode="max")
+    schedule: Callable[..., optax.Schedule] = partial(warmup_cosine, peak=3e-3)  # called in worker_loop
 
 
 @nnx.jit
@@ -84,6 +81,10 @@ def eval_step(net: nnx.Module, batch: Batch, label_smoothing: float) -> Outputs:
     return logits, cross_entropy(logits, batch["label"], label_smoothing)
 
 
+def copy_of(net: nnx.Module) -> Any:
+    return jax.tree.map(jnp.copy, nnx.state(net, nnx.Param))
+
+
 class Experiment(JaxModule):
     cfg: TrainConfig
     datasets: Datasets
@@ -96,19 +97,21 @@ class Experiment(JaxModule):
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
         """Train; every worker calls this."""
         train, val, test = self.generate_loaders(dataset_shards=dataset_shards)
-        schedule = self.tools.schedule(decay_steps=train.updates * self.cfg.num_epochs)
-        adam = self.optimizers.adam(schedule)
-        self.optimizer = nnx.Optimizer(self.models.net, adam, wrt=nnx.Param)  # saved because it is on self
+        schedule = self.tools.schedule(total_steps=train.updates * self.cfg.num_epochs)
+        net, adam = self.models.net, self.optimizers.adam(schedule)
+        self.optimizer = nnx.Optimizer(net, adam, wrt=nnx.Param)  # in checkpoints, because it is on self
+        self.best_weights = copy_of(net)
 
         epoch = self.cfg.start_epoch
         while epoch < self.cfg.num_epochs and not self.tools.early_stopping.stopped:
             self.train(train, epoch)
             self.evaluate(val, epoch)
             self.tools.early_stopping.update(self.losses.cross_entropy.compute().item())  # of all workers
-            self.tools.best.update(self.metrics.accuracy.compute().item(), epoch, self.models.net)
+            if self.tools.best.update(self.metrics.accuracy.compute().item(), epoch):
+                self.best_weights = copy_of(net)
             self.save_checkpoint(epoch=epoch)
             epoch += 1
-        self.tools.best.restore(self.models.net)
+        nnx.update(net, self.best_weights)
         self.evaluate(test, epoch - 1)
 
     def eval_loop(self, dataset_shards: DatasetShards) -> None:

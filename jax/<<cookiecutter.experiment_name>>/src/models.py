@@ -1,6 +1,7 @@
-"""Models. Edit: write plain modules of Flax NNX. Give every argument a type and a default, which bind writes to conf.yaml.
+"""Models. Edit: write plain modules of Flax NNX. Give every argument a type and a default, for conf.yaml.
 
-Runs read the values from conf.yaml: bind again after changing a default. They pass `rngs`, which depend on cfg.seed.
+Runs read the values from conf.yaml: bind again after changing a default. In defaults, `nnx.Rngs()` stands for the random
+streams that a run passes, which depend on cfg.seed.
 """
 
 import jax
@@ -21,16 +22,16 @@ class ConvBlock(nnx.Module):
 class DigitsNet(nnx.Module):
     """(n, 1, 8, 8) float32 → logits (n, 10).
 
-    Defaults may be modules. Importing this file only declares them, because JAX must not compute before the workers are
-    connected: bind writes their arguments to conf.yaml, and each run builds new modules from them.
+    Defaults may be modules, which are only declared here: JAX must not compute before the workers are connected. Bind
+    writes their arguments to conf.yaml, and each run builds new modules from them.
     """
 
     def __init__(
         self,
-        first: ConvBlock = ConvBlock(1, 32),
-        second: ConvBlock = ConvBlock(32, 64),
+        first: ConvBlock = ConvBlock(1, 32, rngs=nnx.Rngs()),
+        second: ConvBlock = ConvBlock(32, 64, rngs=nnx.Rngs()),
         dropout: float = 0.25,
-        head: nnx.Linear = nnx.Linear(64 * 2 * 2, 10),
+        head: nnx.Linear = nnx.Linear(64 * 2 * 2, 10, rngs=nnx.Rngs()),
         *,
         rngs: nnx.Rngs,
     ):

@@ -1,11 +1,9 @@
 """Tools. Edit: write plain classes, without a base class. Checkpoints include their attributes."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
+import optax
 
 Mode = Literal["min", "max"]
 
@@ -17,9 +15,6 @@ class EarlyStopping:
         patience: number of epochs to wait for a better value, at least 1.
         min_delta: minimum improvement over the best value.
         mode: `min` if lower values are better, `max` if higher values are better. NaN and infinity never are.
-
-    Raises:
-        ValueError: `patience` is less than 1.
     """
 
     def __init__(self, patience: int = 5, min_delta: float = 0.0, mode: Mode = "min"):
@@ -45,27 +40,27 @@ class EarlyStopping:
         return self.waited >= self.patience
 
 
-class BestWeights:
-    """Keeps a copy of the parameters of the best epoch. Checkpoints include this copy.
+class BestEpoch:
+    """Remembers the best epoch.
 
     Args:
-        mode: `min` if lower values are better, `max` if higher values are better. NaN and infinity never are; an
-            equal value is.
+        mode: `min` if lower values are better, `max` if higher values are better; an equal value is better, too.
     """
 
     def __init__(self, mode: Mode = "max"):
         self.mode = mode
         self.best = math.inf if mode == "min" else -math.inf
         self.epoch: int | None = None
-        self.weights: dict[str, Any] = {}
 
-    def update(self, value: float, epoch: int, model: nnx.Module) -> None:
-        """Record the value of an epoch, and copy the parameters if it is the best so far."""
-        if math.isfinite(value) and (value <= self.best if self.mode == "min" else value >= self.best):
+    def update(self, value: float, epoch: int) -> bool:
+        """Record the value of an epoch. Return True if it is the best so far."""
+        better = math.isfinite(value) and (value <= self.best if self.mode == "min" else value >= self.best)
+        if better:
             self.best, self.epoch = value, epoch
-            self.weights = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        return better
 
-    def restore(self, model: nnx.Module) -> None:
-        """Load the best parameters into a model. Does nothing before the first epoch."""
-        if self.weights:
-            nnx.update(model, self.weights)
+
+def warmup_cosine(total_steps: int, peak: float = 3e-3, warmup_steps: int = 20) -> optax.Schedule:
+    """Warm up linearly to the peak of the learning rate, then decay to zero along a cosine."""
+    warmup = min(warmup_steps, total_steps // 2)
+    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, decay_steps=total_steps)
