@@ -1,7 +1,7 @@
 """Models. Edit: write plain modules of Flax NNX. Give every argument a type and a default, for conf.yaml.
 
-Runs read the values from conf.yaml: bind again after changing a default. In defaults, `nnx.Rngs()` stands for the random
-streams that a run passes, which depend on cfg.seed.
+Runs read the values from conf.yaml: bind again after changing a default. In defaults, `nnx.Rngs()` stands for random
+streams that depend on cfg.seed, which a run passes.
 """
 
 import jax
