@@ -1,11 +1,13 @@
 """An experiment in JAX, with everything that must survive a kill."""
 
 import os
+import random
 import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +27,10 @@ class TrainConfig(mlx_runtime.jax.TrainConfig):
     num_epochs: int = 3
     checkpoint_every_steps: int | None = 2
     mesh: dict[str, int] = field(default_factory=lambda: {"data": -1, "model": 1}, metadata={"resumable": True})
-    die_at: int | None = field(default=None, metadata={"resumable": True})  # the step in which the last rank is killed
+    noise: float = 0.1
+    kills: int = field(default=0, metadata={"resumable": True})  # one in each of the first attempts
+    pause_s: float = field(default=0.0, metadata={"resumable": True})  # per step
     fault: str = field(default="", metadata={"resumable": True})
-    out: Path = field(default=Path("diary"), metadata={"resumable": True})
 
 
 class Rows(Dataset):
@@ -43,12 +46,12 @@ class Rows(Dataset):
 
 
 class Net(nnx.Module):
-    def __init__(self, width: int = 16, dropout: float = 0.2, *, rngs: nnx.Rngs):
+    def __init__(self, width: int = 16, dropout: float = 0.2, half: bool = True, *, rngs: nnx.Rngs):
         shards = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
-        self.first = nnx.Linear(6, width, kernel_init=shards, rngs=rngs)
+        self.first = nnx.Linear(6, width, use_bias=False, kernel_init=shards, rngs=rngs)
         self.norm = nnx.BatchNorm(width, momentum=0.9, rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
-        self.last = nnx.Linear(width, 1, param_dtype=jnp.bfloat16, rngs=rngs)
+        self.last = nnx.Linear(width, 1, param_dtype=jnp.bfloat16 if half else jnp.float32, rngs=rngs)
 
     def __call__(self, x, mask=None):
         return self.last(self.dropout(nnx.relu(self.norm(self.first(x), mask=mask[:, None]))))[:, 0]
@@ -114,7 +117,7 @@ class Experiment(JaxModule):
         train, val = self.generate_loaders(dataset_shards=dataset_shards)
         self.optimizer = nnx.Optimizer(self.models.net, self.optimizers.adam(), wrt=nnx.Param)
         self.rngs = nnx.Rngs(noise=self.cfg.seed)
-        self.average = nnx.state(self.models.net, nnx.Param)
+        self.average, self.steps = nnx.state(self.models.net, nnx.Param), 0
         for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
             self.reset_all_metrics_and_losses()
             for batch_idx, batch in enumerate(train):
@@ -128,12 +131,28 @@ class Experiment(JaxModule):
             self.save_checkpoint(epoch=epoch)
 
     def step(self, batch):
-        if self.global_step == self.cfg.die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        noise = 0.1 * self.rngs.noise.normal(batch["x"].shape)
+        time.sleep(self.cfg.pause_s)
+        if self.cfg.fault == "not finite" and self.global_step == 3:
+            batch["x"] = batch["x"].at[0].set(jnp.nan)
+        if self.cfg.fault == "donated":
+            jax.jit(lambda x: x + 1, donate_argnums=0)(batch["x"])
+        if self.cfg.fault == "torch":
+            self.backward(batch["x"].sum())
+        noise = self.cfg.noise * self.rngs.noise.normal(batch["x"].shape)
         _, output = train_step(self.models.net, self.optimizer, batch, noise)
         self.average = averaged(self.average, nnx.state(self.models.net, nnx.Param))
         self.update(batch, output)
+        self.steps += 1
+        if self.steps == 1:
+            self.plan_kill()
+
+    def plan_kill(self):
+        """Kill a random worker at a random moment of this attempt."""
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        chance = random.Random(attempt)
+        rank, after_s = chance.randrange(jax.process_count()), chance.uniform(0, 0.3)
+        if attempt < self.cfg.kills and rank == jax.process_index():
+            threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     def update(self, batch, output):
         outputs, x = self.local(batch, output, batch["x"])

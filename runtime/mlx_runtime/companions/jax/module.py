@@ -43,7 +43,7 @@ class JaxModule(BaseModule):
     def _strategy(self) -> JAX:
         strategy = self._session.optimization.strategy
         if not isinstance(strategy, JAX):
-            cure = "let TrainConfig in src/config.py inherit from mlx_runtime.jax.TrainConfig, and bind again"
+            cure = "write jax, the default of mlx_runtime.jax.TrainConfig, from which TrainConfig inherits"
             raise ConfigError(f"cfg.strategy={self.cfg.strategy} is for torch, not for a JaxModule; {cure}")
         return strategy
 

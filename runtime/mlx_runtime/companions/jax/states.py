@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mlx_runtime.companions.notebook.arrays import as_tensors
 from mlx_runtime.distributed.wrapping import is_sharded, local_part
+
+LAYOUT = "mlx_runtime.layout"
+"""Name of the mesh and the shardings in a state."""
 
 
 class TreeState:
@@ -32,7 +36,8 @@ class TreeState:
     def state_dict(self) -> dict[str, Any]:
         """Return the values as copies. If workers have different parts of an array, each of them must call this."""
         leaves, _ = _flatten(self._read())
-        return {name: _plain(leaf) for name, leaf in leaves if _is_value(leaf)}
+        values = {name: _plain(leaf) for name, leaf in leaves if _is_value(leaf)}
+        return values | ({LAYOUT: layout} if (layout := _layout(leaves)) else {})
 
     def load_state_dict(self, saved: Mapping[str, Any], strict: bool = True) -> None:
         """Load values, without `strict` only those of known names.
@@ -41,10 +46,11 @@ class TreeState:
             ValueError: they do not fit the tree.
         """
         leaves, structure = _flatten(self._read())
-        own = {name for name, leaf in leaves if _is_value(leaf)}
-        if strict and (differing := sorted(own ^ saved.keys())):
+        own, there = {name for name, leaf in leaves if _is_value(leaf)}, saved.keys() - {LAYOUT}
+        if strict and (differing := sorted(own ^ there)):
             raise ValueError(f"{differing[0]} is only {'in the code' if differing[0] in own else 'there'}")
-        made = [_restored(name, leaf, saved[name]) if name in own & saved.keys() else leaf for name, leaf in leaves]
+        made = [_restored(name, leaf, saved[name]) if name in own & there else leaf for name, leaf in leaves]
+        made = [_laid_out(leaf, saved.get(LAYOUT, {}), name) for leaf, (name, _) in zip(made, leaves, strict=True)]
         self._write(jax.tree.unflatten(structure, made))
 
 
@@ -68,6 +74,34 @@ def _flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in leaves]
     return [(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)], structure
+
+
+def _layout(leaves: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the mesh, and the axes along which each array on it is sharded; nothing on a single device."""
+    found = {name: leaf.sharding for name, leaf in leaves if isinstance(leaf, jax.Array)}
+    found = {name: item for name, item in found.items() if isinstance(item, NamedSharding) and item.mesh.size > 1}
+    meshes = [dict(item.mesh.shape) for item in found.values()]
+    return (
+        {"mesh": meshes[0], "specs": {name: [*map(_listed, item.spec)] for name, item in found.items()}}
+        if found
+        else {}
+    )
+
+
+def _listed(axes: Any) -> Any:
+    return list(axes) if isinstance(axes, tuple) else axes
+
+
+def _laid_out(leaf: Any, layout: Mapping[str, Any], name: str) -> Any:
+    """Return an array with the sharding that it had when it was saved, if it is on an equal mesh.
+
+    XLA may have sharded it further than the model did, and then sums in another order.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if not layout or not isinstance(sharding, NamedSharding) or sharding.mesh.shape != layout["mesh"]:
+        return leaf
+    spec = [tuple(axes) if isinstance(axes, list) else axes for axes in layout["specs"].get(name, ())]
+    return jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
 def _is_value(leaf: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import multiprocessing
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,7 @@ class JAX(DDP):
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
         cfg, topology = self.cfg, self.topology
+        jax.config.update("jax_traceback_filtering", "off")  # else, errors have notes about hidden frames
         if cfg.debug.stop_on_nan:
             jax.config.update("jax_debug_nans", True)
         with contextlib.ExitStack() as stack:
@@ -72,6 +74,9 @@ class JAX(DDP):
             self.mesh = mesh_of(cfg.mesh, np.array(jax.devices()))
             self.topology = placed(topology, self.mesh)
             stack.enter_context(jax.set_mesh(self.mesh))
+            stack.callback(multiprocessing.set_start_method, multiprocessing.get_start_method(), force=True)
+            multiprocessing.set_start_method("forkserver", force=True)  # JAX has threads, and may not be forked
+            multiprocessing.set_forkserver_preload(["mlx_runtime.jax"])
             yield
 
     def build(self, node: Mapping[str, Any]) -> Any:
@@ -81,7 +86,7 @@ class JAX(DDP):
         params = [nnx.state(model, nnx.Param) for model in members(models, nnx.Module).values()]
         total = sum(item.size for item in jax.tree.leaves(params))
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
-        described = (f"on the mesh {axes}",) if self.mesh.size > 1 else ()
+        described = (f"on the mesh {axes}",) if self.mesh.size > self.mesh.shape.get("data", 1) else ()
         return WorkersStarted(jax.devices()[0].device_kind, total, self.topology.world_size, described)
 
     @property

@@ -144,7 +144,8 @@ def load_into(
                     )
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             detail = " ".join(str(error).split())
-            raise ConfigError(f"{title}.{name} in the checkpoint does not fit the config: {detail:.300}") from error
+            where = "self" if title == "own" else title
+            raise ConfigError(f"{where}.{name} in the checkpoint does not fit the config: {detail:.300}") from error
     return [f"{title}.{name} is new: the checkpoint has no state for it" for name in unmatched if name in present]
 
 
