@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import jax
+import jax.numpy as jnp
 import optax
 import torch
 import torchmetrics
 from flax import nnx
 from torch.utils.data import Dataset
 
-import jax
-import jax.numpy as jnp
 import mlx_runtime.jax
 from mlx_runtime.jax import JaxModule
 

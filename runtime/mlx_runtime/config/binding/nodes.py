@@ -15,7 +15,7 @@ import torch.utils.data
 from mlx_runtime.config.binding.equality import unlike
 from mlx_runtime.config.binding.expressions import Call, Recording, record_constant, record_default
 from mlx_runtime.config.building import DUMMY_PARAMS
-from mlx_runtime.config.constructors.declarations import Declaration, is_jax_array
+from mlx_runtime.config.constructors.declarations import Declaration, is_jax_array, is_nnx
 from mlx_runtime.config.constructors.signatures import (
     MISSING,
     PASSED,
@@ -35,6 +35,9 @@ Node = dict[str, Any]
 
 RESERVED = {"_target_", "_args_", "_partial_", "_recursive_", "_convert_"}
 """Keys with a special meaning in a node."""
+
+GET_OBJ = "hydra_zen.funcs.get_obj"
+"""Target of a node that is a class, function or constant itself."""
 
 BASES = (
     torch.nn.Module,
@@ -119,13 +122,15 @@ class Description:
                     value = self._value(given[item.name], item.annotation, recording, here)
                 elif item.default is PASSED:
                     continue
-                else:
+                elif item.default is MISSING or path.partition(".")[0] == self._home.partition(".")[0]:
+                    value = self._default(target, item, here)
+                else:  # of a library, whose other defaults stay what they are
                     try:
                         value = self._default(target, item, here)
                     except BindError:
-                        if item.default is MISSING or path.partition(".")[0] == self._home.partition(".")[0]:
-                            raise
-                        continue  # a default of a library stays what it is
+                        continue
+                    if is_nnx(target) and isinstance(value, dict) and value.get("_target_") == GET_OBJ:
+                        continue  # the functions and types that its layers share
                 if item.kind is item.POSITIONAL_ONLY or (starred and item.kind is item.POSITIONAL_OR_KEYWORD):
                     positional.append(value)
                 else:
@@ -286,14 +291,13 @@ def _describes_itself(hint: Any) -> bool:
 
 def _path(thing: Any, recording: Recording, key: str) -> str:
     """Return the path of a class or function, or else its name in the default's expression."""
-    written = recording.name_of(thing)
     try:
-        path = path_of(thing)
-        return written if written and "._" in path else path
+        return path_of(thing)
     except BindError as error:
-        if written is None:
+        path = recording.name_of(thing)
+        if path is None:
             raise BindError(f"{key}: {error}") from None
-        return written
+        return path
 
 
 def _import_node(path: str, value: Any, key: str) -> Node:
@@ -304,7 +308,7 @@ def _import_node(path: str, value: Any, key: str) -> Node:
         there = None
     if there is not value and not (inspect.ismethod(value) and there == value):
         raise BindError(f"{key}: {value!r} cannot be imported as {path}; give it a name at the top level of a module")
-    return {"_target_": "hydra_zen.funcs.get_obj", "path": path}
+    return {"_target_": GET_OBJ, "path": path}
 
 
 def _restores(text: Any, hint: Any, value: Any) -> bool:

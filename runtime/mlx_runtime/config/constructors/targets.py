@@ -33,9 +33,11 @@ def path_of(thing: Any) -> str:
         return f"{path_of(owner)}.{thing.__name__}"
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     module = PUBLIC.get(str(module), module)
-    public = str(module).partition("._")[0]  # of `optax._src.alias`
-    if getattr(sys.modules.get(public), str(name), None) is thing:
-        module = public
+    if "._" in str(module):  # like optax._src.alias, a home that the next version may change
+        top = str(module).partition(".")[0]
+        public = {home: item for home, item in list(sys.modules.items()) if home.startswith(top) and "._" not in home}
+        homes = [home for home, item in public.items() if getattr(item, "__dict__", {}).get(name) is thing]
+        module = min(homes, key=lambda home: (len(home), home), default=module)
     path = f"{module}.{name}" if module else str(name)
     if not name or "<" in name or module == "__main__":
         raise BindError(f"{thing!r} cannot be imported by name; define it with a name at the top level of a module")
