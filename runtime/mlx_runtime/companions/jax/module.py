@@ -63,8 +63,8 @@ class JaxModule(BaseModule):
 
         Returns:
             Re-iterable loaders of `{name: array (rows of all workers, ...)}`, sharded along the axis `data`. All
-            batches have as many rows: short ones are filled with rows of their own, for which the column `mask`, bool
-            (rows,), is False: `losses.mean(where=batch["mask"])`.
+                have as many rows, because short ones are filled with rows of their own, for which the column `mask`,
+                bool (rows,), is False, as in `losses.mean(where=batch["mask"])`.
         """
         strategy, made = self._strategy, super().generate_loaders(dataset_shards)
         return [Batches(item, strategy) for item in made] if isinstance(made, list) else Batches(made, strategy)
