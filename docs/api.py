@@ -16,6 +16,7 @@ SECTIONS = {
         *("mlx_runtime.defer_loading", "mlx_runtime.prepare_model", "mlx_runtime.unwrap", "mlx_runtime.get_device"),
         "mlx_runtime.set_seed",
     ),
+    "Experiments in JAX": ("mlx_runtime.jax.JaxModule", "mlx_runtime.jax.TrainConfig", "mlx_runtime.jax.Batches"),
     "Sections of `cfg`": (
         *("mlx_runtime.sections.CrossValidation", "mlx_runtime.sections.Debug", "mlx_runtime.sections.Elastic"),
         *("mlx_runtime.sections.Hub", "mlx_runtime.sections.Preparation", "mlx_runtime.sections.Sharding"),

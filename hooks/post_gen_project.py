@@ -31,5 +31,7 @@ for path in sorted(Path().rglob("*")):
             else {"executable": bool(path.stat().st_mode & 0o100), "lines": lines}
         )
 context = {key: value for key, value in answers.items() if not key.startswith("_")}
+if answers.get("_variant"):
+    context["variant"] = answers["_variant"]
 record = {"version": answers["_version"], "context": context, "files": files}
 Path(".mlx", "template.json").write_text(json.dumps(record, indent=1) + "\n")

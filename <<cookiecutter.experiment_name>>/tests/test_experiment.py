@@ -31,9 +31,8 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights(checkpoint: Path) -> list[torch.Tensor]:
     """Return all parameters, but not the statistics of norm layers, which change even without an optimizer."""
     models = torch.load(checkpoint / "state.pt", weights_only=True)["models"].values()
-    return [
-        item for model in models for name, item in model.items() if "running_" not in name and item.is_floating_point()
-    ]
+    items = [item for model in models for name, item in model.items() if "running_" not in name]
+    return [item for item in items if isinstance(item, torch.Tensor) and item.is_floating_point()]
 
 
 def test_conf_yaml_matches_the_code(storage: Path) -> None:

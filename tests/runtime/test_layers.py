@@ -39,7 +39,7 @@ ROOMS = (
 )
 """From highest to lowest. A room imports only from those after it."""
 
-PUBLIC = {"__init__", "__main__", "datasets", "engines", "losses", "storages", "strategies", "trackers"}
+PUBLIC = {"__init__", "__main__", "datasets", "engines", "jax", "losses", "storages", "strategies", "trackers"}
 """Public names: they import from any room, and no room imports them."""
 
 ON_OTHERS = {
@@ -47,6 +47,7 @@ ON_OTHERS = {
     ("fragments", "sharding"),
     ("fragments", "torchrun"),
     ("hub", "sharding"),
+    ("jax", "notebook"),
     ("jobs", "prepared"),
     ("jobs", "ray"),
     ("kubernetes", "jobs"),
@@ -89,7 +90,8 @@ HOMES = {
     "detect_secrets": {"companions.hub.detection"},
     "huggingface_hub": {"companions.hub.pins", "companions.hub.repository"},
     "hydra": {"config.composition"},
-    "jax": {"companions.notebook.backends"},
+    "flax": {"companions.jax"},
+    "jax": {"companions.jax", "companions.notebook.backends"},
     "jinja2": {"companions.views.report"},
     "marimo": {
         "companions.ui.composer",

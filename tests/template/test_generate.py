@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,8 @@ FILES = [
     "tests/test_experiment.py",
 ]
 
+JAX_FILES = [name for name in FILES if name != "notebook.ipynb"]
+
 RECORD = ".mlx/template.json"
 """Written by a hook, for `mlx train upgrade`."""
 
@@ -62,7 +65,7 @@ def repository(tmp_path: Path) -> str:
     for name in tracked.stdout.splitlines():
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes((ROOT / name).read_bytes())
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
     for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
         subprocess.run(["git", *command], cwd=folder, check=True)
     return f"file://{folder}"
@@ -83,6 +86,32 @@ def test_every_way_makes_the_same_files(mlx: Mlx, repository: str, tmp_path: Pat
             assert (tmp_path / way / "alpha" / name).read_text() == (tmp_path / "url" / "alpha" / name).read_text()
     assert f"\nRUNTIME ?= mlx-runtime @ git+{repository}\\#subdirectory=runtime\n" in makefile(tmp_path / "url")
     assert f"\nRUNTIME ?= {ROOT}/runtime\n" in makefile(tmp_path / "prompted")
+
+
+def test_every_way_makes_the_same_files_in_jax(mlx: Mlx, repository: str, tmp_path: Path) -> None:
+    """Those of the template for torch, from links to them, except the notebook; they name the same runtime."""
+    (tmp_path / "url").mkdir()
+    done = cookiecutter(repository, tmp_path / "url", "--directory", "jax", "--no-input", "experiment_name=alpha")
+    assert done.returncode == 0, done.stderr
+    assert mlx(tmp_path, "train", "new", "alpha", "--jax", "-o", "jax").returncode == 0
+    assert mlx(tmp_path, "train", "new", "alpha", "-o", "torch").returncode == 0
+    for way in ("url", "jax"):
+        assert files(tmp_path / way / "alpha") == sorted([RECORD, *JAX_FILES])
+        assert not any(path.is_symlink() for path in (tmp_path / way).rglob("*"))
+    differing = {"README.md", "requirements.txt", "src/config.py", "src/tools.py"}
+    differing |= {f"src/{name}.py" for name in ("experiment", "losses", "models")}
+    for name in {*JAX_FILES} - {"Makefile"}:
+        text = (tmp_path / "jax" / "alpha" / name).read_text()
+        assert text == (tmp_path / "url" / "alpha" / name).read_text()
+        assert (text != (tmp_path / "torch" / "alpha" / name).read_text()) == (name in differing), name
+        assert "cookiecutter" not in text, name
+        assert "<<" not in text, name
+    assert f"\nRUNTIME ?= mlx-runtime @ git+{repository}\\#subdirectory=runtime\n" in makefile(tmp_path / "url")
+    runtime = re.search(r"^RUNTIME \?= (.*)$", makefile(tmp_path / "jax"), re.MULTILINE)
+    assert runtime is not None
+    assert Path(runtime[1]).samefile(ROOT / "runtime")
+    record = json.loads((tmp_path / "jax" / "alpha" / RECORD).read_text())
+    assert record["context"] == {"experiment_name": "alpha", "variant": "jax"}
 
 
 def makefile(folder: Path) -> str:

@@ -111,10 +111,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def new(kind: str, installed: Path, parent: Path) -> "subprocess.CompletedProcess[str]":
+def new(kind: str, installed: Path, parent: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     """Run `mlx KIND new beta` with the installed wheel, in an interpreter that cannot see the checkout."""
     script = f"import sys; sys.path.insert(0, {str(installed)!r}); from mlx_runtime.cli import mlx; mlx()"
-    command = [sys.executable, "-c", script, kind, "new", "beta", "-o", str(parent)]
+    command = [sys.executable, "-c", script, kind, "new", "beta", "-o", str(parent), *options]
     return subprocess.run(command, capture_output=True, text=True, cwd=parent, timeout=60)
 
 
@@ -122,6 +122,7 @@ def new(kind: str, installed: Path, parent: Path) -> "subprocess.CompletedProces
     ("kind", "template", "wanted"),
     [
         ("train", "<<cookiecutter.experiment_name>>", test_generate.FILES),
+        ("train", "jax/<<cookiecutter.experiment_name>>", test_generate.JAX_FILES),
         ("data", "data_job/<<cookiecutter.job_name>>", test_data_job.FILES),
     ],
 )
@@ -131,7 +132,7 @@ def test_the_wheel_carries_the_templates_and_works_without_this_repository(
     """A project that it generates installs the same wheel, and the tested versions of torch and Ray."""
     carried = files(installed / "mlx_runtime" / "template" / template)
     assert [name for name in carried if "__pycache__" not in name] == wanted  # pip has compiled some of them
-    done = new(kind, installed, tmp_path)
+    done = new(kind, installed, tmp_path, *(["--jax"] if wanted == test_generate.JAX_FILES else []))
     assert (done.returncode, done.stderr) == (0, "")
     assert files(tmp_path / "beta") == sorted([test_generate.RECORD, *wanted])
     assert f"\nRUNTIME ?= mlx-runtime @ {wheel.as_uri()}\n" in (tmp_path / "beta" / "Makefile").read_text()

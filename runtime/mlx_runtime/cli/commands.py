@@ -53,10 +53,13 @@ def new_command(kind: Kind) -> click.Command:
     @click.command("new", help=f"Create a new {kind.title} in the folder NAME.")
     @click.argument("name")
     @options.output
-    def new(name: str, output: str) -> None:
-        folder = projects.new(kind, name, Path(output))
+    def new(name: str, output: str, variant: str = "") -> None:
+        folder = projects.new(kind, name, Path(output), variant=variant)
         click.echo(f"created {folder}; next: cd {folder} && make run")
 
+    for variant in kind.variants:
+        text = f"Create one in {variant.upper()}."
+        new.params.append(click.Option([f"--{variant}", "variant"], flag_value=variant, default="", help=text))
     return new
 
 

@@ -36,6 +36,7 @@ SERVERS = tuple(f"serve {word}" for word in ("run", "launch", "stop"))
 COMPANIONS = {
     "fragments": Companion(("train clusterize",)),
     "hub": Companion(("xp push",), setting="mirror", scheme="hf"),
+    "jax": Companion(),
     "jobs": Companion(STORAGE),
     "kubernetes": Companion(jobs=Jobs(("kube",), "kubernetes.kubectl", "launch --kube", requeues=True)),
     "notebook": Companion(),

@@ -47,11 +47,13 @@ def build(node: Any, key: str = "", **objects: Any) -> Any:
     return _build(node, key, _builder, objects)
 
 
-def _builder(target: Any) -> Callable[..., Any]:
-    """Return the function to call for a target: the target itself, unless it loads pretrained weights."""
-    if not declarations.is_pretrained(target):
-        return target  # type: ignore[no-any-return]
-    return functools.partial(companions.part("hub.pretrained").make, target, _without_weights.get())
+def _builder(target: Any, key: str) -> Callable[..., Any]:
+    """Return the function to call for the target of the node at `key`: a companion's for some models, or the target."""
+    if declarations.is_pretrained(target):
+        return functools.partial(companions.part("hub.pretrained").make, target, _without_weights.get())
+    if declarations.is_nnx(target):
+        return functools.partial(companions.part("jax.building").make, target, key)
+    return target  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -78,7 +80,7 @@ def built_to_be_restored(make: Callable[[], Any]) -> Any:
 
 def declare(node: Any, key: str = "", **objects: Any) -> Any:
     """Build an object like `build`, with a Declaration in place of each torch Dataset."""
-    return _build(node, key, lambda target: functools.partial(declarations.declare_call, target), objects)
+    return _build(node, key, lambda target, _: functools.partial(declarations.declare_call, target), objects)
 
 
 def build_group(node: Any, key: str, context: Context) -> Any:
@@ -97,7 +99,7 @@ def declare_group(node: Any, key: str, context: Context = lambda name: contextli
     """Build a group of datasets with a Declaration in place of each; arguments as for `build_group`."""
     cls = object_at(node["_target_"])
 
-    def callee(target: Any) -> Any:
+    def callee(target: Any, key: str) -> Any:
         if target is cls:
             return declarations.made_on_read(cls, context)
         if inspect.isroutine(target) or declarations.is_dataset(target):
@@ -107,8 +109,8 @@ def declare_group(node: Any, key: str, context: Context = lambda name: contextli
     return _build(node, key, callee, {})
 
 
-def _build(node: Any, key: str, callee: Callable[[Any], Any], objects: Mapping[str, Any]) -> Any:
-    """Build an object; `callee` maps each target to the function to call."""
+def _build(node: Any, key: str, callee: Callable[[Any, str], Any], objects: Mapping[str, Any]) -> Any:
+    """Build an object; `callee` maps each target, and the key of its node, to the function to call."""
     if isinstance(node, list):
         return [_build(item, f"{key}[{index}]", callee, {}) for index, item in enumerate(node)]
     if not isinstance(node, dict):
@@ -124,9 +126,9 @@ def _build(node: Any, key: str, callee: Callable[[Any], Any], objects: Mapping[s
     args = [try_convert(value, item.annotation) for value, item in zip(args, known)] + args[len(known) :]  # noqa: B905
     kwargs = {name: try_convert(value, hints.get(name, Any)) for name, value in arguments.items()} | dict(objects)
     if node.get("_partial_"):
-        return callee(functools.partial)(target, *args, **kwargs)
+        return callee(functools.partial, key)(target, *args, **kwargs)
     try:
-        made = callee(target)(*args, **kwargs)
+        made = callee(target, key)(*args, **kwargs)
     except USER_ERRORS as error:
         why = f"{type(error).__name__}: {full_message(error)}"
         raise ConfigError(f"{key}: {node['_target_']} cannot be built: {why}") from error
@@ -175,23 +177,33 @@ def build_optimizers(
 ) -> Any:
     """Build the optimizers over the parameters of the models that `models.map_params_to_optimizers` assigns to them.
 
+    Others, like partials and the transformations of Optax, take no parameters, and are built as in other groups.
     `params_of` returns the parameters, or parameter groups, of a model and its name.
     """
     modules = {name: module for name, module in vars(models).items() if hasattr(module, "parameters")}
-    names = [name for name in node if name != "_target_"]
+    names = [name for name in node if name != "_target_" and _takes_params(node[name])]
     mapping = getattr(models, "map_params_to_optimizers", {})
     if problems := _mapping_problems(mapping, list(modules), names, type(models)):
         raise ConfigError("\n  ".join(problems))
     params: dict[str, list[Any]] = {name: [] for name in names}
     for model, optimizer in mapping.items():
         params[optimizer] += params_of(model, modules[model])
-    optimizers = {}
+    others = {name: item for name, item in node.items() if name != "_target_" and name not in names}
+    optimizers = build(others, "optimizers")
     for name in names:
         if not params[name]:
             raise ConfigError(f"optimizers.{name} trains nothing: its models have no parameters, or all are frozen")
         arguments = {key: value for key, value in node[name].items() if key != "params"}
         optimizers[name] = build(arguments, f"optimizers.{name}", params=params[name])
     return object_at(node["_target_"])(**optimizers)
+
+
+def _takes_params(node: Any) -> bool:
+    """Return True for the node of an optimizer over parameters, or of a class without a signature."""
+    if not isinstance(node, dict) or "_target_" not in node or node.get("_partial_"):
+        return False
+    items = parameters(object_at(node["_target_"]))
+    return items is None or any(item.name == "params" for item in items)
 
 
 def _mapping_problems(

@@ -23,7 +23,7 @@ EXPERIMENT = Path("src/experiment.py")
 class Kind:
     """A kind of project: its name in messages and commands, the file by which it is recognized, and the class in it.
 
-    `template` is the folder of its template in the repository.
+    `template` is the folder of its template in the repository, and `variants` are those of others.
     """
 
     title: str
@@ -33,6 +33,7 @@ class Kind:
     main: str
     base: str
     template: str
+    variants: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
@@ -50,7 +51,7 @@ class Kind:
         return folder
 
 
-AN_EXPERIMENT = Kind("experiment", "an", "mlx train", EXPERIMENT, "Experiment", "BaseModule", ".")
+AN_EXPERIMENT = Kind("experiment", "an", "mlx train", EXPERIMENT, "Experiment", "BaseModule", ".", ("jax",))
 DATA_JOB = Kind("data job", "a", "mlx data", Path("src/job.py"), "Job", "DataJob", "data_job")
 
 

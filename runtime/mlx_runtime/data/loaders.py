@@ -298,6 +298,11 @@ class Loader:
         return plan
 
     @property
+    def largest(self) -> int:
+        """Number of rows in the largest batch of any worker."""
+        return max(self._whole_pass.sizes(0))
+
+    @property
     def rows(self) -> int:
         """Number of rows that a whole pass reads, over all workers."""
         return self._whole_pass.assigned

@@ -102,17 +102,18 @@ _RAY_LOST = (
 )
 
 _GLOO = re.compile(r"\[[^\]]*\bgloo/transport/[^\]]+:\d+\] ")
-"""Prefix of the messages of gloo's connection errors: a location in its source."""
+"""Part of the messages of gloo's connection errors: a location in its source."""
 
 
 def lost_peer(error: BaseException) -> bool:
     """Return True if an error means only that another worker is lost.
 
-    Gloo raises plain RuntimeErrors whose messages begin with a location in its source, also if user code reraises
-    them. Any other RuntimeError, for example about a server that refuses connections, comes from user code.
+    Gloo's errors have messages with a location in its source, also if JAX or user code reraises them. Any other
+    RuntimeError, for example about a server that refuses connections, comes from user code.
     """
     ray_errors = sys.modules.get("ray.exceptions")  # if Ray is not imported, it raised no error
     lost = [getattr(ray_errors, name) for name in _RAY_LOST] if ray_errors is not None else []
     if isinstance(error, (torch.distributed.DistError, *lost)):
         return True
-    return type(error) is RuntimeError and _GLOO.match(str(error)) is not None
+    raised = RuntimeError, ValueError, getattr(sys.modules.get("jax.errors"), "JaxRuntimeError", RuntimeError)
+    return type(error) in raised and _GLOO.search(str(error)) is not None

@@ -57,10 +57,9 @@ def unwrap(model: Any) -> Any:
 
 def is_sharded(value: object) -> bool:
     """Return True for a model sharded by FSDP, and for a tensor of which each worker holds a part."""
-    fsdp, tensor = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.tensor")
-    if fsdp is None or tensor is None:  # importing them takes seconds; before that, nothing is sharded
-        return False
-    return isinstance(value, fsdp.FSDPModule | tensor.DTensor)
+    kinds = {"torch.distributed.fsdp": "FSDPModule", "torch.distributed.tensor": "DTensor"}
+    loaded = {sys.modules[home]: name for home, name in kinds.items() if home in sys.modules}  # importing takes seconds
+    return any(isinstance(value, getattr(module, name)) for module, name in loaded.items())
 
 
 def raised_by_sharded_tensors(error: BaseException) -> bool:

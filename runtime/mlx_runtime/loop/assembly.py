@@ -18,7 +18,6 @@ from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, Loader
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.randomness import set_seed
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.errors import ConfigError
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.loop.job import Job
 from mlx_runtime.loop.options import TrainConfig
@@ -33,12 +32,9 @@ def build_experiment(job: Job, topology: Topology, cfg: Any, strategy: "DDP") ->
     """Build the groups of conf.yaml, and return them and the experiment that contains them.
 
     Raises:
-        ConfigError: an object cannot be built, or there is no GPU for `cfg.use_gpu=true`.
+        ConfigError: an object cannot be built.
     """
     cls = object_at(job.experiment)
-    if cfg.use_gpu and topology.device.type == "cpu":
-        hint = "mlx doctor lists the devices that torch finds; cfg.use_gpu=null uses GPUs only if there are any"
-        raise ConfigError(f"cfg.use_gpu=true, but rank {topology.rank} has no GPU that torch can use; {hint}")
     if topology.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # `fp32_precision` would break torch.compile in torch 2.13
     if cfg.deterministic:

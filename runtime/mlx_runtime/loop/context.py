@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mlx_runtime.data.loaders import Loader
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import is_sharded, unwrap
-from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.runs.checkpoints.groups import members, stateful
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 
@@ -74,14 +74,13 @@ class Groups:
     def _own(self) -> dict[str, Any]:
         grouped = {id(item) for group in GROUPS for item in self.members(group).values()}
         grouped |= {id(unwrap(item)) for item in self.members("models").values()}
-        return {
-            name: item
+        own = {
+            name: stateful(item, self.experiment, name)
             for name, item in vars(self.experiment).items()
-            if name not in GROUPS
-            and not isinstance(item, Loader | type)
-            and hasattr(item, "state_dict")
-            and hasattr(item, "load_state_dict")
-            and id(item) not in grouped
+            if name not in GROUPS and not isinstance(item, Loader | type) and id(item) not in grouped
+        }
+        return {
+            name: item for name, item in own.items() if hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
         }
 
 

@@ -40,6 +40,7 @@ STRATEGIES = {
     "ddp": "mlx_runtime.loop.strategies.DDP",
     "fsdp": "mlx_runtime.companions.sharding.strategy.FSDP",
     "pipeline": "mlx_runtime.companions.fragments.strategy.Pipeline",
+    "jax": "mlx_runtime.companions.jax.strategy.JAX",
 }
 """Import paths of strategy classes by name. Other classes are named by their import path in `cfg.strategy`."""
 

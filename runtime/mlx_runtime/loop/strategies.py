@@ -3,7 +3,8 @@
 The guide "Extending mlx" explains the protocol, and has an example of another strategy.
 """
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from mlx_runtime import companions
 from mlx_runtime.config.building import build
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.events import WorkersStarted
 from mlx_runtime.loop.options import strategy_class
 from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.sections import Fragments, Sharding
@@ -29,6 +32,7 @@ class DDP:
 
     Attributes:
         shards: True if workers hold different parts of models, so that norms and states need collectives.
+        alone: True if it also applies to a process without workers.
         preloads: modules that are slow to import, to be imported before workers are forked.
         notice: a line for the user, or None.
         topology: the position of this worker.
@@ -37,6 +41,7 @@ class DDP:
     """
 
     shards = False
+    alone = False
     preloads: tuple[str, ...] = ()
     notice: str | None = None
     tuning: Any = None
@@ -61,6 +66,18 @@ class DDP:
         self.cfg, self.topology = cfg, topology
         self.described: list[str] = []
 
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """Connect the workers within the block, if that takes more than torch's process group.
+
+        Raises:
+            ConfigError: there is no GPU for `cfg.use_gpu=true`.
+        """
+        if self.cfg.use_gpu and self.topology.device.type == "cpu":
+            hint = "mlx doctor lists the devices that torch finds; cfg.use_gpu=null uses GPUs only if there are any"
+            raise ConfigError(f"cfg.use_gpu=true, but rank {self.topology.rank} has no GPU that torch can use; {hint}")
+        yield
+
     def build(self, node: Mapping[str, Any]) -> Any:
         """Build the group `models` from its node in conf.yaml, with models distributed across the workers."""
         kind, recomputed = object_at(node["_target_"]), self.cfg.activation_checkpointing
@@ -70,6 +87,16 @@ class DDP:
             group = build(node, "models")
         self.place(members(group, nn.Module))
         return group
+
+    def started(self, models: Any) -> WorkersStarted:
+        """Return the event about the start of the workers, with the parameters of the group `models`."""
+        topology, parameters = (
+            self.topology,
+            [item for model in members(models, nn.Module).values() for item in model.parameters()],
+        )
+        total, trained = (sum(item.numel() for item in parameters if item.requires_grad or whole) for whole in (1, 0))
+        device = str(topology.device) if topology.device.type == "cpu" else torch.cuda.get_device_name(topology.device)
+        return WorkersStarted(device, total, topology.world_size, tuple(self.described), trained)
 
     def place(self, models: Mapping[str, nn.Module]) -> None:
         """Move models that were built whole to the device."""
@@ -112,7 +139,7 @@ def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) ->
     """Return the strategy of a run. `node` is the group `models` in conf.yaml, or None without such a group."""
     kinds = {name: strategy_class(name) for name in sorted(strategy_names(cfg, node))}
     others = " and ".join(name for name, kind in kinds.items() if kind is not DDP)
-    if torch.distributed.is_initialized():
+    if torch.distributed.is_initialized() or kinds[cfg.strategy].alone:
         kind = next((item for item in kinds.values() if item.shards), kinds[cfg.strategy])
         topology = replace(topology, model_parallel_size=kind.model_parallel_size(cfg, topology.world_size))
         if cfg.replicas.every or cfg.replicas.traffic:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from mlx_runtime.errors import (
     user_errors,
     user_traceback,
 )
-from mlx_runtime.events import Event, LoopEnded, Notice, WorkerPosition, WorkersStarted
+from mlx_runtime.events import Event, LoopEnded, Notice, WorkerPosition
 from mlx_runtime.importing import add_to_path, after_import
 from mlx_runtime.loop.assembly import build_experiment, dataset_shards
 from mlx_runtime.loop.context import Groups, RunContext
@@ -41,7 +41,6 @@ from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.loop.session import Session
 from mlx_runtime.loop.stopping import LoopStopped
 from mlx_runtime.loop.strategies import strategy_of
-from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.settings import environment
@@ -78,6 +77,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
             if job.prepares:
                 job = companions.part("prepared.preparation").write_together(job, topology, cfg, sink.send)
+            stack.enter_context(strategy.connected())
             topology = stack.enter_context(strategy.topology.entered())
             groups, experiment = build_experiment(job, topology, cfg, strategy)
         torch.set_num_threads(cfg.cpus_per_worker)
@@ -92,7 +92,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         _observe(session, job, sink, stack)
         with loop_errors(topology.rank, job.project):
             if topology.writes:
-                sink.send(_workers_started(groups, topology, tuple(strategy.described)))
+                sink.send(strategy.started(groups.get("models")))
             if strategy.notice is not None:
                 session.reporter.notice(strategy.notice)
             if (text := unused_prefetch(cfg.loader, cfg.prefetch_batches)) is not None:
@@ -260,15 +260,6 @@ def _position(session: Session) -> WorkerPosition:
     if session.progress.global_step and session.own_steps is not None:
         name, step = "update", session.progress.global_step
     return WorkerPosition(topology.rank, session.progress.epoch, name, step, gpu=topology.device.type == "cuda")
-
-
-def _workers_started(groups: Mapping[str, Any], topology: Topology, sharded: tuple[str, ...]) -> WorkersStarted:
-    models = members(groups.get("models"), torch.nn.Module)
-    parameters = [item for model in models.values() for item in model.parameters()]
-    total = sum(item.numel() for item in parameters)
-    trained = sum(item.numel() for item in parameters if item.requires_grad)
-    device = str(topology.device) if topology.device.type == "cpu" else torch.cuda.get_device_name(topology.device)
-    return WorkersStarted(device, total, topology.world_size, sharded, trained)
 
 
 class InProcess:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.pure
         ),
         (
             {"strategy": "fdsp"},
-            "cfg.strategy is 'fdsp'; write ddp, fsdp, pipeline, or an import path. Did you mean 'fsdp'?",
+            "cfg.strategy is 'fdsp'; write ddp, fsdp, pipeline, jax, or an import path. Did you mean 'fsdp'?",
         ),
     ],
 )

@@ -161,7 +161,7 @@ class TestRestart:
         again = Ending()
         with pytest.raises(
             ConfigError,
-            match="own.schedule in the checkpoint does not fit .*: OneCycleLR ends after 3 steps, .* for 11",
+            match="self.schedule in the checkpoint does not fit .*: OneCycleLR ends after 3 steps, .* for 11",
         ):
             run(again, tmp_path)
         assert again.global_step == 4

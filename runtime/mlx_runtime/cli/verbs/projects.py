@@ -30,10 +30,11 @@ PACKAGED = Path(__file__).parents[2] / "template"
 CHECKOUT = Path(__file__).parents[4]
 
 
-def new(kind: Kind, name: str, output: Path, runtime: str = "") -> Path:
+def new(kind: Kind, name: str, output: Path, runtime: str = "", variant: str = "") -> Path:
     """Generate a project from the template in this package, offline. Return its folder.
 
-    `runtime` is where its Makefile installs the runtime from; by default, it is where this package is from.
+    `runtime` is where its Makefile installs the runtime from; by default, it is where this package is from. `variant`
+    is the folder of another template for the same kind of project.
     """
     from cookiecutter.exceptions import CookiecutterException
     from cookiecutter.main import cookiecutter
@@ -46,7 +47,7 @@ def new(kind: Kind, name: str, output: Path, runtime: str = "") -> Path:
     if folder.exists():
         raise UsageError(f"{folder} already exists; choose another name, or another folder with -o")
     packaged = PACKAGED.is_dir()
-    source = str((PACKAGED if packaged else CHECKOUT) / kind.template)
+    source = str((PACKAGED if packaged else CHECKOUT) / (variant or kind.template))
     answers = {f"{kind.file.stem}_name": name, "_runtime": runtime or (requirement() if packaged else "")}
     try:
         return Path(cookiecutter(source, no_input=True, output_dir=str(output), extra_context=answers))

@@ -19,7 +19,7 @@ from mlx_runtime.companions.sharding.sharing import fill
 from mlx_runtime.distributed.collectives import broadcast, gather
 from mlx_runtime.distributed.wrapping import is_sharded, unwrap
 from mlx_runtime.errors import MlxError, StorageError
-from mlx_runtime.runs.checkpoints.groups import DamagedError, State, plain_entries
+from mlx_runtime.runs.checkpoints.groups import DamagedError, State, plain_entries, stateful
 
 
 class Layouts:
@@ -54,7 +54,7 @@ class Layouts:
         for name, names in wanted.items():
             present = groups.members(name)
             copied[name] = {
-                item: self.of_member(present[item], saved)
+                item: self.of_member(stateful(present[item], groups[name], item), saved)
                 if item in present and (names is None or item in names)
                 else saved
                 for item, saved in state[name].items()

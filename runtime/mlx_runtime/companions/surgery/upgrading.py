@@ -49,7 +49,8 @@ class File(NamedTuple):
 class Rendering:
     """What a version of a template rendered for a project of this name: its files, and the hashes of the user's.
 
-    `runtime` is where its Makefile installs the runtime from, or empty.
+    `runtime` is where its Makefile installs the runtime from, or empty, and `variant` the template if it is another one
+    than that of the kind.
     """
 
     version: Version
@@ -57,6 +58,7 @@ class Rendering:
     runtime: str
     files: Mapping[str, File]
     users: Mapping[str, str]
+    variant: str
 
     @classmethod
     def read(cls, kind: Kind, folder: Path) -> "Rendering":
@@ -68,6 +70,8 @@ class Rendering:
                 for path, item in record["files"].items()
                 if "lines" in item
             }
+            if (variant := record["context"].get("variant", "")) not in ("", *kind.variants):
+                raise ValueError(f"the template has no variant {variant!r:.40}")
             found = re.search(rb"^RUNTIME \?= (.+)$", files["Makefile"].content, re.MULTILINE)
             return cls(
                 Version(record["version"]),
@@ -75,6 +79,7 @@ class Rendering:
                 found[1].decode() if found else "",
                 files,
                 {path: item["sha256"] for path, item in record["files"].items() if path not in files},
+                variant,
             )
         except FileNotFoundError as error:
             raise UsageError(
@@ -180,7 +185,7 @@ def plan(kind: Kind) -> Upgrade:
     folder = kind.folder()
     base, tracked = Rendering.read(kind, folder), _tracked(folder)
     with TemporaryDirectory(prefix="mlx-upgrade-") as temporary:
-        rendered = projects.new(kind, base.name, Path(temporary), base.runtime)
+        rendered = projects.new(kind, base.name, Path(temporary), base.runtime, base.variant)
         new, record = Rendering.read(kind, rendered), (rendered / RECORD).read_bytes()
     if base.version > new.version:
         raise UsageError(

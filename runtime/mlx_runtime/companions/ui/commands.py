@@ -51,6 +51,8 @@ def train_draw(output: Path, depth: int, variants: tuple[str, ...], overrides: t
     folder = AN_EXPERIMENT.folder()
     projects.bind_first(AN_EXPERIMENT, folder)
     structure = drawing.structure_of(folder, words, DRAW_S)
+    if not structure["models"]:
+        raise UsageError("mlx train draw shows torch modules, and the models of this experiment are none")
     output.write_text(write(structure, depth), encoding="utf-8")
     say(f"wrote {output}")
 

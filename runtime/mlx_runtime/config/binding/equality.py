@@ -150,7 +150,8 @@ def _arguments(declaration: Declaration) -> dict[str, Any]:
     target = declaration.target
     if target is functools.partial:
         return {"args": declaration.args, "keywords": declaration.kwargs}
-    bound = inspect.signature(target).bind(*declaration.args, **declaration.kwargs)
+    items = parameters(target) or []
+    bound = inspect.Signature(items).bind(*declaration.args, **declaration.kwargs)
     bound.apply_defaults()
-    hints = {item.name: item.annotation for item in parameters(target) or []} if is_pretrained(target) else {}
+    hints = {item.name: item.annotation for item in items} if is_pretrained(target) else {}
     return {name: try_convert(value, hints.get(name, Any)) for name, value in bound.arguments.items()}

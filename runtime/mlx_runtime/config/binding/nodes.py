@@ -15,9 +15,10 @@ import torch.utils.data
 from mlx_runtime.config.binding.equality import unlike
 from mlx_runtime.config.binding.expressions import Call, Recording, record_constant, record_default
 from mlx_runtime.config.building import DUMMY_PARAMS
-from mlx_runtime.config.constructors.declarations import Declaration
+from mlx_runtime.config.constructors.declarations import Declaration, is_jax_array, is_nnx
 from mlx_runtime.config.constructors.signatures import (
     MISSING,
+    PASSED,
     base_of,
     convert,
     groups,
@@ -34,6 +35,9 @@ Node = dict[str, Any]
 
 RESERVED = {"_target_", "_args_", "_partial_", "_recursive_", "_convert_"}
 """Keys with a special meaning in a node."""
+
+GET_OBJ = "hydra_zen.funcs.get_obj"
+"""Target of a node that is a class, function or constant itself."""
 
 BASES = (
     torch.nn.Module,
@@ -116,8 +120,17 @@ class Description:
                 self._inspect(path, item, here)
                 if item.name in given:
                     value = self._value(given[item.name], item.annotation, recording, here)
-                else:
+                elif item.default is PASSED:
+                    continue
+                elif item.default is MISSING or path.partition(".")[0] == self._home.partition(".")[0]:
                     value = self._default(target, item, here)
+                else:  # of a library, whose other defaults stay what they are
+                    try:
+                        value = self._default(target, item, here)
+                    except BindError:
+                        continue
+                    if is_nnx(target) and isinstance(value, dict) and value.get("_target_") == GET_OBJ:
+                        continue  # the functions and types that its layers share
                 if item.kind is item.POSITIONAL_ONLY or (starred and item.kind is item.POSITIONAL_OR_KEYWORD):
                     positional.append(value)
                 else:
@@ -188,6 +201,8 @@ class Description:
     def _write_value(self, value: Any, hint: Any, recording: Recording, key: str) -> Any:
         if value is DUMMY_PARAMS:
             return "???"
+        if is_jax_array(value):
+            raise BindError(f"{key}: JAX computes this array while src is imported; compute it in a function instead")
         if type(value) is str:
             if value == "???":
                 raise BindError(f"{key}: the default '???' means a missing value in conf.yaml; choose another")
@@ -293,7 +308,7 @@ def _import_node(path: str, value: Any, key: str) -> Node:
         there = None
     if there is not value and not (inspect.ismethod(value) and there == value):
         raise BindError(f"{key}: {value!r} cannot be imported as {path}; give it a name at the top level of a module")
-    return {"_target_": "hydra_zen.funcs.get_obj", "path": path}
+    return {"_target_": GET_OBJ, "path": path}
 
 
 def _restores(text: Any, hint: Any, value: Any) -> bool:

@@ -1,10 +1,11 @@
-"""Declarations of datasets and pretrained models, so that importing `src` loads nothing: defaults such as
-`train: TrainDataset = TrainDataset()` and `net: PreTrainedModel = AutoModel.from_pretrained(...)`.
+"""Declarations of datasets, pretrained models and Flax NNX modules, so that importing `src` neither loads nor computes:
+defaults such as `train: TrainDataset = TrainDataset()` and `net: PreTrainedModel = AutoModel.from_pretrained(...)`.
 
 `defer_loading`, which `src/__init__.py` calls, has the modules of `src` rewritten as they are compiled. A call `f(x)`
 that Python executes during the import, such as one in a default, becomes `__deferred__(f)(x)()`. Once its arguments are
-known, that is a `Declaration` if `f` is a dataset, returns one of Hugging Face, loads trained weights, or gets a
-declaration of such weights as an argument. Otherwise it calls `f`. The bodies of functions stay as they are.
+known, that is a `Declaration` if `f` is a dataset, returns one of Hugging Face, loads trained weights, makes an object
+of Flax NNX, or gets a declaration of such weights or objects as an argument. Otherwise it calls `f`. The bodies of
+functions stay as they are.
 """
 
 import ast
@@ -86,13 +87,18 @@ def _derives_from(cls: Any, names: Set[str]) -> bool:
 
 def returns_hf_dataset(function: Any) -> bool:
     """Return True if a function is annotated to return a Hugging Face dataset, like `datasets.load_dataset`."""
-    if "datasets" not in sys.modules or "return" not in getattr(function, "__annotations__", {}):
-        return False
+    return "datasets" in sys.modules and any(map(is_hf_dataset, _returned_types(function)))
+
+
+def _returned_types(function: Any) -> Sequence[Any]:
+    """Return the types that a function is annotated to return."""
+    if "return" not in getattr(function, "__annotations__", {}):
+        return ()
     try:
         hint = typing.get_type_hints(function)["return"]
     except Exception:  # annotations are arbitrary expressions
-        return False
-    return any(map(is_hf_dataset, typing.get_args(hint) or [hint]))
+        return ()
+    return typing.get_args(hint) or (hint,)
 
 
 def defer_callee(callee: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
@@ -105,6 +111,8 @@ def defer_callee(callee: Callable[..., Any]) -> Callable[..., Callable[[], Any]]
         return functools.partial(functools.partial, _declare_pretrained, callee)
     if is_data(callee):
         return functools.partial(functools.partial, Declaration, callee)
+    if is_nnx(callee):
+        return functools.partial(functools.partial, _declare_nnx, callee)
     if callee is not functools.partial and library_of(callee) in sys.stdlib_module_names:
         return functools.partial(functools.partial, callee)  # like `field`, which may hold declarations
     return functools.partial(_call_or_declaration, callee)
@@ -118,6 +126,28 @@ def declare_call(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
 def is_data(callee: Any) -> bool:
     """Return True if a class or function makes a dataset."""
     return is_dataset(callee) or is_dataset(getattr(callee, "__self__", None)) or returns_hf_dataset(callee)
+
+
+def is_nnx(callee: Any) -> bool:
+    """Return True if a class or function makes an object of Flax NNX, like a module or `Rngs`. Does not import Flax."""
+    kind = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
+    if kind is None:
+        return False
+    made = (callee, getattr(callee, "__self__", None), *_returned_types(callee))
+    return any(isinstance(item, type) and issubclass(item, kind) for item in made)
+
+
+def _declare_nnx(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Declaration:
+    """Declare a call. `rngs=nnx.Rngs()`, without streams, satisfies type checkers; a run passes streams of its own."""
+    rngs = kwargs.get("rngs")
+    if isinstance(rngs, Declaration) and not (rngs.args or rngs.kwargs):
+        del kwargs["rngs"]
+    return Declaration(callee, *args, **kwargs)
+
+
+def is_jax_array(value: Any) -> bool:
+    """Return True for an array of JAX, which has therefore computed. Does not import JAX."""
+    return "jax" in sys.modules and isinstance(value, sys.modules["jax"].Array)
 
 
 FROM_PRETRAINED = {"diffusers", "huggingface_hub", "peft", "timm", "transformers"}
@@ -164,7 +194,7 @@ def _call_or_declaration(callee: Callable[..., Any], /, *args: Any, **kwargs: An
 
 
 def is_loaded_later(value: Any) -> bool:
-    """Return True for a declaration of pretrained weights, and for containers of one."""
+    """Return True for a declaration of a model, and for containers of one."""
     if isinstance(value, Declaration):
         return not is_data(value.target)
     if isinstance(value, tuple | list | dict):

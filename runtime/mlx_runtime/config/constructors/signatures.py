@@ -11,11 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from mlx_runtime.config.constructors.declarations import is_nnx
 from mlx_runtime.config.constructors.targets import object_at, path_of
 from mlx_runtime.errors import BindError
 from mlx_runtime.sections import Section
 
 MISSING = inspect.Parameter.empty
+
+PASSED = object()
+"""Default of a parameter for which a run passes an argument: `rngs` of Flax NNX modules."""
 
 Visit = Callable[[Any, Any, str], None]
 
@@ -36,12 +40,22 @@ def parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
     if isinstance(target, type) and items and items[0].name == "self":
         del items[0]  # pyo3 classes, like those of tokenizers, list it
+    hidden = {item.kind for item in items} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    if hidden and isinstance(target, type) and type(target).__call__ is not type.__call__:  # of the metaclass of Flax
+        items = list(inspect.signature(target.__init__).parameters.values())[1:]  # type: ignore[misc]
+    if is_nnx(target):
+        items = sorted(map(_passed, items), key=lambda item: item.kind)
     if dataclasses.is_dataclass(target) and hasattr(target.__init__, "__wrapped__"):
         outer = inspect.signature(target.__init__, follow_wrapped=False).parameters.values()
         items += [item for item in outer if item.kind is item.VAR_KEYWORD]  # for configs of transformers
     function = inspect.unwrap(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
     names = getattr(function, "__globals__", {})
     return [item.replace(annotation=_resolved(item.annotation, names)) for item in items]
+
+
+def _passed(item: inspect.Parameter) -> inspect.Parameter:
+    is_rngs = item.name == "rngs" and item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)
+    return item.replace(kind=item.KEYWORD_ONLY, default=PASSED) if is_rngs else item
 
 
 def _resolved(hint: Any, names: dict[str, Any]) -> Any:

@@ -63,6 +63,18 @@ def io_errors(path: str) -> Iterator[None]:
         raise damage(path, short_message(error)) from error
 
 
+adapters: list[Callable[[Any, Any, str], Any]] = []
+"""Functions of companions that return an object with the state of one of another library, or None; see `stateful`."""
+
+
+def stateful(item: Any, owner: Any, name: str) -> Any:
+    """Return the object whose `state_dict` is the state of an item: itself, or the one of an adapter.
+
+    `owner` is the group or the experiment that has the item as its attribute `name`.
+    """
+    return next((made for adapt in adapters if (made := adapt(item, owner, name)) is not None), item)
+
+
 class UnreadTensor:
     """A tensor of a loaded state whose content has not been read yet; see `shards.StoredTensor`."""
 
@@ -80,7 +92,8 @@ def state_of(group: Any, hidden: Collection[str] = ()) -> tuple[State, list[str]
     """
     states: State = {}
     left_out: list[str] = []
-    for name, member in members(group).items():
+    for name, item in members(group).items():
+        member = stateful(item, group, name)
         if metric_states.is_metric(member):
             try:
                 states[name] = plain(metric_states.state_of(member))
@@ -112,7 +125,8 @@ def load_into(
     `{"ema.shadow": cuda:0}`; others stay on the CPU. States are copied unless the members may keep them (`owned`).
     """
     wanted = {*members(group), *saved} if only is None else only
-    present = {name: item for name, item in members(group).items() if _has_state(item) and name in wanted}
+    found = {name: stateful(item, group, name) for name, item in members(group).items() if name in wanted}
+    present = {name: item for name, item in found.items() if _has_state(item)}
     saved = {name: state for name, state in saved.items() if name in wanted}
     unmatched = sorted(set(present) ^ set(saved))
     if unmatched and title in ("models", "optimizers"):
@@ -134,7 +148,8 @@ def load_into(
                     )
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             detail = " ".join(str(error).split())
-            raise ConfigError(f"{title}.{name} in the checkpoint does not fit the config: {detail:.300}") from error
+            where = "self" if title == "own" else title
+            raise ConfigError(f"{where}.{name} in the checkpoint does not fit the config: {detail:.300}") from error
     return [f"{title}.{name} is new: the checkpoint has no state for it" for name in unmatched if name in present]
 
 

@@ -180,7 +180,7 @@ def release(folder: Path, version: str) -> Path:
     package = folder / "mlx_runtime"
     shutil.copytree(PACKAGE, package)  # with its bytecode
     edit(package / "__init__.py", f'"{__version__}"', f'"{version}"')
-    for name in ("cookiecutter.json", "hooks", "data_job", PROJECT):
+    for name in ("cookiecutter.json", "hooks", "data_job", "jax", PROJECT):
         source, target = ROOT / name, package / "template" / name
         target.parent.mkdir(exist_ok=True)
         shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
@@ -209,6 +209,7 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         file.write("New in << cookiecutter._version >>.\n")
     edit(templates[1] / PROJECT / "requirements.txt", "pytest>=8", "pytest>=9")
     edit(templates[1] / PROJECT / ".gitignore", "runs/\n", "")
+    edit(templates[1] / "jax" / PROJECT / "requirements.txt", "pytest>=8", "pytest>=9")
     (templates[0] / PROJECT / "src" / "dropped.py").touch()
     with (templates[1] / JOB / "Makefile").open("a") as file:
         file.write("new:\n\techo new\n")
@@ -386,6 +387,29 @@ def test_an_upgrade_is_undone_by_the_command_that_it_prints_and_done_once(
     already = "the project follows the template of version 1.10.0 already\nsrc/conf.yaml is up to date\n"
     assert (done.returncode, done.stdout) == (0, already)
     assert tree(project) == after
+
+
+def test_an_experiment_in_jax_follows_its_own_template(
+    by: Upgrade, releases: tuple[Path, Path], tmp_path: Path
+) -> None:
+    assert by(releases[0], tmp_path, "train", "new", "digits", "--jax").returncode == 0
+    folder = tmp_path / "digits"
+    git(folder, "init", "-q")
+    commit(folder)
+    before = tree(folder)
+    done = by(releases[1], folder, "train", "upgrade", "-y")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nupdated   requirements.txt\n" in done.stdout
+    after = tree(folder)
+    assert {path for path in {*after, *before} if after.get(path) != before.get(path)} == {
+        *(".mlx/template.json", "requirements.txt")
+    }
+    record = folder / ".mlx" / "template.json"
+    edit(record, '"variant": "jax"', '"variant": "../../elsewhere"')  # whose hooks would run
+    commit(folder)
+    done = by(releases[1], folder, "train", "upgrade", "-y")
+    why = "the template has no variant '../../elsewhere'"
+    assert (done.returncode, f"damaged ({why})" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("tracked", [True, False])

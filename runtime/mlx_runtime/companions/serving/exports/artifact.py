@@ -97,6 +97,7 @@ def export(
         raise UsageError(f"{folder.title} computes in bfloat16, which onnxruntime lacks on CPUs; export pt2")
     if wanted:
         programs.refuse_strings(predictor.schema)
+        programs.refuse_others(experiment)
     above, name = parent_of(str(output.resolve()))
     with storage_errors(f"cannot write {output}"):
         Path(above.path).mkdir(parents=True, exist_ok=True)

@@ -51,6 +51,15 @@ def refuse_strings(schema: Schema) -> None:
         )
 
 
+def refuse_others(experiment: BaseModule) -> None:
+    """Raise UsageError if the models are not torch's."""
+    if not members(experiment.models, nn.Module):
+        raise UsageError(
+            "programs are made of torch modules, and the models of this experiment are none; export only the weights "
+            "with --format safetensors, and functions of JAX with jax.export"
+        )
+
+
 def trace(experiment: BaseModule, schema: Schema) -> ExportedProgram:
     """Export `predict` with a variable number of rows, and with the dimensions that vary in the schema.
 

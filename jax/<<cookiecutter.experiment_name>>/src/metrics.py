@@ -1,0 +1,1 @@
+../../../<<cookiecutter.experiment_name>>/src/metrics.py

@@ -1,0 +1,1 @@
+../../../<<cookiecutter.experiment_name>>/tests/test_experiment.py

@@ -1,0 +1,1 @@
+../../hooks/post_gen_project.py

@@ -1,0 +1,1 @@
+../../hooks/pre_gen_project.py

@@ -1,0 +1,98 @@
+"""Batches as arrays on the mesh, of the same shape on every worker and in every step."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from mlx_runtime.companions.jax.states import array_of, part_of
+from mlx_runtime.companions.jax.strategy import JAX
+from mlx_runtime.companions.notebook.arrays import as_tensors
+from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.loaders import DatasetShard, Loader
+from mlx_runtime.errors import DatasetError
+
+MASK = "mask"
+"""Column of batches, bool (rows,): False for rows that only fill up a short batch."""
+
+
+class Batches:
+    """Iterable of the batches of a loader: `{name: array (rows of all workers, ...)}`, sharded along `data`.
+
+    All have the same number of rows. Short ones are filled with rows of their own, for which the column `mask` is
+    False. Values that are not tensors, like strings, are those of this worker.
+    """
+
+    def __init__(self, loader: Loader, strategy: JAX) -> None:
+        self._loader, self._strategy = loader, strategy
+
+    def __len__(self) -> int:
+        """Return the number of steps in a whole pass, the same on every worker."""
+        return len(self._loader)
+
+    @property
+    def updates(self) -> int:
+        """Number of updates in a whole pass, which are its steps."""
+        return len(self)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows per worker and step."""
+        return self._loader.batch_size
+
+    @property
+    def shard(self) -> DatasetShard:
+        return self._loader.shard
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._arrays(iter(self._loader))
+
+    def _arrays(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        loader, multiple = self._loader, self._strategy.row_multiple
+        if self._strategy.topology.world_size > 1 and not loader.compared:
+            loader.compare_rows()
+        rows = -(-loader.largest // multiple) * multiple
+        whole = self._put(MASK, torch.ones(rows, dtype=torch.bool))
+        with contextlib.closing(batches):  # type: ignore[type-var]  # a generator
+            for batch in batches:
+                yield self._filled(batch, whole)
+
+    def _filled(self, batch: Batch, whole: jax.Array) -> Batch:
+        """Return a batch with as many rows as the mask of a whole one has for this worker."""
+        if MASK in batch:
+            raise DatasetError(f"datasets.{self.shard.name} has a column {MASK!r}, as all batches in JAX do; rename it")
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        rows = len(whole) // self._strategy.topology.data_parallel_size
+        count = len(next(iter(tensors.values()), range(rows)))
+        if count < rows:
+            filled = torch.arange(rows)
+            tensors = {name: value[filled % count] for name, value in tensors.items()}
+            whole = self._put(MASK, filled < count)
+        return {**batch, **{name: self._put(name, value) for name, value in tensors.items()}, MASK: whole}
+
+    def _put(self, name: str, tensor: torch.Tensor) -> jax.Array:
+        array = array_of(tensor)
+        narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+        if narrow is not array and array.dtype.kind in "iu" and not np.array_equal(narrow, array):
+            raise DatasetError(
+                f"datasets.{self.shard.name}: {name!r} has integers that do not fit {narrow.dtype}; make them smaller, "
+                "or set JAX_ENABLE_X64=1"
+            )
+        if self._strategy.topology.world_size == 1:  # the same, in a third of the time
+            return jax.device_put(narrow, self._strategy.of_batches)
+        return jax.make_array_from_process_local_data(self._strategy.of_batches, narrow)
+
+
+def own_rows(batch: Batch, arrays: tuple[Any, ...], strategy: JAX) -> list[torch.Tensor]:
+    """Return the rows of this worker in arrays that belong to a batch, without those that fill it up."""
+    sharding = strategy.of_batches
+    found = []
+    for array in (batch[MASK], *arrays):
+        if not array.sharding.is_equivalent_to(sharding, array.ndim):
+            array = jax.device_put(array, sharding)
+        found.append(part_of(array)[0])
+    mask, *parts = found
+    return [as_tensors(part if mask.all() else part[mask]) for part in parts]

@@ -1,0 +1,3 @@
+from mlx_runtime import defer_loading
+
+defer_loading(__name__)

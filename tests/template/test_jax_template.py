@@ -1,0 +1,61 @@
+"""The generated experiment in JAX, as used by its owner: bound, trained, resumed, evaluated, read, checked."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from conftest import Mlx
+from test_template import check, make
+
+pytestmark = pytest.mark.process
+
+UNTYPED = tuple(
+    f"{name}.*" for name in ("jax", "jaxlib", "msgpack", "optax", "orbax", "rich", "tensorstore", "treescope")
+)
+"""What Flax imports, which would take mypy most of a minute."""
+
+
+@pytest.fixture(scope="module")
+def jax_digits(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The experiment, bound."""
+    folder = tmp_path_factory.mktemp("jax") / "digits"
+    assert mlx(folder.parent, "train", "new", "digits", "--jax").returncode == 0
+    assert mlx(folder, "train", "bind").stdout == "wrote src/conf.yaml\n"
+    return folder
+
+
+@pytest.mark.local
+def test_the_commands_of_an_experiment_work(jax_digits: Path, mlx: Mlx) -> None:
+    done = mlx(jax_digits, "train", "run", "cfg.num_epochs=3")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = mlx(jax_digits, "train", "run", "--resume", "cfg.num_epochs=4")
+    assert (done.returncode, done.stderr) == (0, "")
+    accuracy = re.search(r"^test/accuracy +(\d\.\d{4})$", done.stdout, re.MULTILINE)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.9
+    assert accuracy[0] in mlx(jax_digits, "train", "eval", "run_001", "cfg.start_workers=0").stdout
+    done = mlx(jax_digits, "train", "predict", "run_001", "--dataset", "test")
+    assert done.returncode == 0, done.stderr
+    table = pd.read_parquet(jax_digits / "predictions.parquet")
+    assert (len(table), set(table["digit"])) == (270, set(range(10)))
+
+    programs = "programs are made of torch modules, and the models of this experiment are none; export only the weights"
+    drawing = "mlx train draw shows torch modules, and the models of this experiment are none"
+    for words, why in ((("xp", "export", "digits", "run_001"), programs), (("train", "draw", "-o", "m.svg"), drawing)):
+        done = mlx(jax_digits, *words)
+        assert done.returncode != 0
+        assert re.fullmatch(rf"(.*\n)?error: {re.escape(why)}.*\n", done.stderr)
+
+
+@pytest.mark.examples
+def test_its_own_tests_pass(jax_digits: Path, environment: dict[str, str]) -> None:
+    done = make(jax_digits, environment, "test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+
+
+@pytest.mark.examples
+def test_it_is_linted_formatted_and_typed(jax_digits: Path, tmp_path: Path) -> None:
+    check(Path(shutil.copytree(jax_digits, tmp_path / "digits", ignore=shutil.ignore_patterns("runs"))), *UNTYPED)
