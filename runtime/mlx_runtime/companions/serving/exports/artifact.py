@@ -92,8 +92,6 @@ def export(
     _refuse_present(output, force=force)
     report(f"loading   {chosen.name}")
     experiment, nodes, predictor = load_parts(Run(folder), folder, chosen, device="cpu", trust=trust)
-    if not members(experiment.models, nn.Module):
-        raise UsageError(f"{folder.title} has no models of torch, which an export needs; predict with it, or serve it")
     parts = Parts(folder, chosen, experiment, nodes, predictor)
     if "onnx" in wanted and experiment.cfg.precision == "bf16":
         raise UsageError(f"{folder.title} computes in bfloat16, which onnxruntime lacks on CPUs; export pt2")
