@@ -143,15 +143,14 @@ class Experiment(JaxModule):
         self.average = averaged(self.average, nnx.state(self.models.net, nnx.Param))
         self.update(batch, output)
         self.steps += 1
-        if self.steps == 1:
-            self.plan_kill()
+        self.perhaps_die()
 
-    def plan_kill(self):
-        """Kill a random worker at a random moment of this attempt."""
+    def perhaps_die(self):
+        """In a random step of each of the first attempts, kill a random worker soon, at a random moment."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         chance = random.Random(attempt)
-        rank, after_s = chance.randrange(jax.process_count()), chance.uniform(0, 0.3)
-        if attempt < self.cfg.kills and rank == jax.process_index():
+        rank, step, after_s = chance.randrange(jax.process_count()), chance.randint(1, 6), chance.uniform(0, 0.2)
+        if attempt < self.cfg.kills and (rank, step) == (jax.process_index(), self.steps):
             threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     def update(self, batch, output):

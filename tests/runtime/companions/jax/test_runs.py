@@ -90,7 +90,7 @@ def test_other_workers_restore_it(run: Callable[..., tuple[Path, str]], sharded:
 
 @pytest.mark.kills
 def test_killed_three_times_it_ends_with_the_same_bits(run: Callable[..., tuple[Path, str]], sharded: Path) -> None:
-    killed = ("cfg.kills=3", "cfg.pause_s=0.05", "cfg.elastic.max_failures=3")
+    killed = ("cfg.kills=3", "cfg.pause_s=0.1", "cfg.elastic.max_failures=3")
     disturbed, output = run(*SHARDED, "cfg.num_epochs=4", *killed)
     assert output.count("was killed by SIGKILL") == 3, output
     assert differences(final_state(disturbed), final_state(sharded)) == []

@@ -1,0 +1,137 @@
+"""States of trees of arrays, places in a mesh, and what is missing."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+from hidden import hiding
+from jax.sharding import Mesh
+
+from mlx_runtime.companions.jax.options import TrainConfig
+from mlx_runtime.companions.jax.states import adapter
+from mlx_runtime.companions.jax.strategy import JAX, mesh_of, placed
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import ConfigError
+
+pytestmark = pytest.mark.pure
+
+
+def tree() -> Any:
+    return {
+        "adam": optax.adam(1e-3).init({"w": jnp.ones((2, 3), jnp.bfloat16)}),
+        "key": jax.random.key(3),
+        "flags": (jnp.array([True, False]), np.arange(3, dtype=np.uint32)),
+        "lr": jnp.asarray(0.1),  # weakly typed
+        "steps": 7,
+        "activation": jax.nn.relu,
+    }
+
+
+def test_a_tree_is_restored_with_its_types() -> None:
+    owner = SimpleNamespace(tree=tree())
+    saved = adapter(owner.tree, owner, "tree").state_dict()
+    assert {type(value) for value in saved.values()} == {torch.Tensor, dict, int}
+    assert saved["adam.0.mu.w"].dtype == torch.bfloat16
+    owner.tree = other = jax.tree.map(lambda leaf: leaf, tree()) | {"key": jax.random.key(4), "steps": 1}
+    adapter(other, owner, "tree").load_state_dict(saved)
+    assert owner.tree["steps"] == 7
+    assert jnp.array_equal(jax.random.key_data(owner.tree["key"]), jax.random.key_data(jax.random.key(3)))
+    assert [(item.dtype, item.weak_type) for item in (owner.tree["lr"], owner.tree["adam"][0].mu["w"])] == [
+        (jnp.float32, True),
+        (jnp.bfloat16, False),
+    ]
+    assert type(owner.tree["adam"][0]) is type(other["adam"][0])
+
+
+def test_a_module_is_restored_in_place() -> None:
+    net, other = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    adapter(other, None, "").load_state_dict(adapter(net, None, "").state_dict())
+    assert jnp.array_equal(net.kernel, other.kernel)
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"steps": 7.0}, "steps is a float, and a int here"),
+        ({"lr": torch.tensor(0.1, dtype=torch.float64)}, r"lr is torch.float64 \(\), and torch.float32 \(\) here"),
+        ({"flags.0": torch.tensor([True])}, r"flags.0 is torch.bool \(1,\), and torch.bool \(2,\) here"),
+        ({"key": {"impl": "rbg", "key": torch.zeros(4)}}, "key is no key of the generator threefry2x32"),
+        ({"more": 1}, "more is only there"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_does_not_fit_is_refused(changed: dict[str, Any], line: str) -> None:
+    owner = SimpleNamespace(tree=tree())
+    state = adapter(owner.tree, owner, "tree")
+    with pytest.raises(ValueError, match=line):
+        state.load_state_dict(state.state_dict() | changed)
+
+
+def test_other_attributes_are_no_states() -> None:
+    for item in (torch.nn.Linear(1, 1), {"a": 1}, "text", np.ones(2), object()):
+        assert adapter(item, SimpleNamespace(item=item), "item") is None
+
+
+def device(process: int) -> Any:
+    return SimpleNamespace(process_index=process)
+
+
+def fake_mesh(devices: list[list[int]], axes: tuple[str, ...]) -> Any:
+    return SimpleNamespace(
+        devices=np.array([[device(process) for process in row] for row in devices]),
+        axis_names=axes,
+        shape=dict(zip(axes, np.shape(devices), strict=True)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "axes", "replicas"),
+    [
+        ([[0, 0], [1, 1]], ("data", "model"), ((0,), (1,))),  # a worker for each row
+        ([[0, 1], [2, 3]], ("data", "model"), ((0, 1), (2, 3))),
+        ([[0, 1], [2, 3]], ("model", "data"), ((0, 2), (1, 3))),
+        ([[0, 1]], ("first", "model"), ((0, 1),)),
+    ],
+)
+def test_workers_at_the_same_position_along_data_read_the_same_rows(
+    devices: list[list[int]], axes: tuple[str, ...], replicas: tuple[tuple[int, ...], ...]
+) -> None:
+    topology = Topology(1, int(np.max(devices)) + 1, torch.device("cpu"))
+    assert placed(topology, fake_mesh(devices, axes)).replicas == replicas
+
+
+def test_a_mesh_that_cuts_through_the_rows_of_workers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="whose axis data divides the devices of a worker unequally"):
+        placed(Topology(0, 2, torch.device("cpu")), fake_mesh([[0, 0], [0, 1], [1, 1]], ("data", "model")))
+
+
+def test_the_axes_of_a_mesh_make_up_all_devices() -> None:
+    devices = np.array(jax.devices() * 1)
+    assert mesh_of({"data": -1, "model": 1}, devices) == Mesh(devices.reshape(1, 1), ("data", "model"))
+    with pytest.raises(ConfigError, match="cfg.mesh is .*, but the workers have 1 devices together"):
+        mesh_of({"data": 2}, devices)
+
+
+def test_gpus_need_a_jaxlib_for_gpus() -> None:
+    topology = Topology(0, 1, torch.device("cuda", 0))  # as torch sees it
+    with (
+        pytest.raises(ConfigError, match="cfg.use_gpu=true, but JAX finds no GPU on rank 0; install a jaxlib for GPUs"),
+        JAX(TrainConfig(use_gpu=True), topology).connected(),
+    ):
+        pass
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("library", ["jax", "flax", "optax"])
+def test_without_a_library_there_is_one_line(commands: Any, tmp_path: Any, library: str) -> None:
+    code = (
+        "from mlx_runtime.errors import MlxError\ntry: import mlx_runtime.jax\nexcept MlxError as error: print(error)"
+    )
+    done = commands.run(tmp_path, [], commands.environment, 60, f"{hiding([library])}\n{code}")
+    assert done.stdout == f'an experiment in JAX needs {library}; type: pip install "mlx-runtime[jax]"\n', done.stderr
