@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_runtime import companions
 from mlx_runtime.config.constructors import declarations
-from mlx_runtime.config.constructors.signatures import parameters, try_convert
+from mlx_runtime.config.constructors.signatures import parameters, takes_any_keyword, try_convert
 from mlx_runtime.config.constructors.targets import object_at, path_of
 from mlx_runtime.errors import USER_ERRORS, ConfigError, full_message, suggest
 from mlx_runtime.sections import Section
@@ -199,11 +199,11 @@ def build_optimizers(
 
 
 def _takes_params(node: Any) -> bool:
-    """Return True for the node of an optimizer over parameters, or of a class without a signature."""
+    """Return True for the node of an optimizer over parameters; it may hide them in its `**options`."""
     if not isinstance(node, dict) or "_target_" not in node or node.get("_partial_"):
         return False
     items = parameters(object_at(node["_target_"]))
-    return items is None or any(item.name == "params" for item in items)
+    return items is None or takes_any_keyword(items) or any(item.name == "params" for item in items)
 
 
 def _mapping_problems(

@@ -367,8 +367,9 @@ def test_a_worker_that_was_promised_a_gpu_does_not_train_on_a_cpu(conf: Path, as
     job, cfg = SimpleNamespace(experiment=f"{__name__}.Experiment", tree=tree), TrainConfig(use_gpu=asked)
     refused = pytest.raises(ConfigError, match="cfg.use_gpu=true, but rank 0 has no GPU that torch can use; mlx doctor")
     alone = Topology(0, 1, torch.device("cpu"))
-    with refused if asked else contextlib.nullcontext():
-        build_experiment(cast(Any, job), alone, cfg, DDP(cfg, alone))
+    strategy = DDP(cfg, alone)
+    with refused if asked else contextlib.nullcontext(), strategy.connected():
+        build_experiment(cast(Any, job), alone, cfg, strategy)
 
 
 RNG = random.Random(0)

@@ -147,7 +147,7 @@ def _declare_nnx(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> De
 
 def is_jax_array(value: Any) -> bool:
     """Return True for an array of JAX, which has therefore computed. Does not import JAX."""
-    return "jax" in sys.modules and isinstance(value, sys.modules["jax"].Array)
+    return isinstance(value, getattr(sys.modules.get("jax"), "Array", ()))
 
 
 FROM_PRETRAINED = {"diffusers", "huggingface_hub", "peft", "timm", "transformers"}

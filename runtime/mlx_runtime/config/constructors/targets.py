@@ -35,8 +35,8 @@ def path_of(thing: Any) -> str:
     module = PUBLIC.get(str(module), module)
     if "._" in str(module):  # like optax._src.alias, a home that the next version may change
         top = str(module).partition(".")[0]
-        public = {home: item for home, item in list(sys.modules.items()) if home.startswith(top) and "._" not in home}
-        homes = [home for home, item in public.items() if getattr(item, "__dict__", {}).get(name) is thing]
+        loaded = [item for item in sys.modules.items() if f"{item[0]}.".startswith(f"{top}.") and "._" not in item[0]]
+        homes = [home for home, item in loaded if getattr(item, "__dict__", {}).get(name) is thing]
         module = min(homes, key=lambda home: (len(home), home), default=module)
     path = f"{module}.{name}" if module else str(name)
     if not name or "<" in name or module == "__main__":

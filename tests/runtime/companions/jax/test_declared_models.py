@@ -4,7 +4,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import torch
 from conftest import ROOT
 from flax import nnx
 
@@ -184,15 +185,28 @@ def test_a_constructor_that_fails_is_reported_with_its_key() -> None:
         build(node, "models.net")
 
 
-def test_optimizers_without_parameters_are_built_as_they_are() -> None:
-    class Models: ...
+class Hiding(torch.optim.SGD):
+    """An optimizer whose signature does not name its parameters."""
 
-    models: Callable[..., Any] = Models
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+
+
+class Models:
+    map_params_to_optimizers = {"net": "hiding"}
+
+    def __init__(self) -> None:
+        self.net = torch.nn.Linear(2, 2)
+
+
+def test_optimizers_without_parameters_are_built_as_they_are() -> None:
     node = {
         "_target_": "builtins.dict",
+        "hiding": {"_target_": f"{__name__}.Hiding", "lr": 0.1},
         "adam": {"_target_": "optax.adamw", "_partial_": True, "weight_decay": 0.1},
         "sgd": {"_target_": "optax.sgd", "learning_rate": 0.1},
     }
-    made = build_optimizers(node, models())
+    made = build_optimizers(node, Models())
+    assert len(made["hiding"].param_groups[0]["params"]) == 2
     assert (made["adam"].func, made["adam"].keywords) == (optax.adamw, {"weight_decay": 0.1})
     assert isinstance(made["sgd"], optax.GradientTransformation)
