@@ -206,6 +206,13 @@ class Repository:
                 f"{next(iter(missing))} of {self.address} did not arrive in {folder}; repeat the command"
             )
 
+    def download_to_cache(self, files: Collection[str], commit: str) -> Path:
+        """Download files of a commit, unless they are in the cache of `huggingface_hub`. Return their folder there."""
+        from huggingface_hub import snapshot_download
+
+        options = {"revision": commit, "endpoint": self._api.endpoint, "allow_patterns": [*map(glob.escape, files)]}
+        return Path(self._call(snapshot_download, self.address.name, **options))
+
     def upload(self, files: Mapping[str, Path]) -> dict[str, Any]:
         """Upload files ahead of a commit, and return handles for `commit`, by path.
 
