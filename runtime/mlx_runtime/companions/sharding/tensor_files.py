@@ -73,9 +73,9 @@ def write_header(
     return [8 + len(text) + offset for offset in offsets]
 
 
-def write(file: _Writable, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+def write(file: _Writable, tensors: Mapping[str, torch.Tensor], **metadata: str) -> list[int]:
     """Write a whole file with tensors on the CPU. Return the position of each."""
-    starts = write_header(file, {name: (item.shape, item.dtype) for name, item in tensors.items()})
+    starts = write_header(file, {name: (item.shape, item.dtype) for name, item in tensors.items()}, **metadata)
     write_content(file, tensors.values())
     return starts
 

@@ -33,10 +33,13 @@ def tensor_rows(one: Weights, other: Weights | None = None) -> list[dict[str, An
     for name in {**before, **after}:
         item: Any = after.get(name, before.get(name))
         tensor = _wide(full(item))
-        zeros = int((tensor == 0).sum()) / max(1, tensor.numel())
-        facts: dict[str, Any] = {"tensor": name, "shape": [*tensor.shape]}
-        facts["dtype"] = str(item.dtype).removeprefix("torch.")
-        facts |= {"norm": float(tensor.norm()), "zeros": zeros}
+        facts: dict[str, Any] = {
+            "tensor": name,
+            "shape": [*tensor.shape],
+            "dtype": str(item.dtype).removeprefix("torch."),
+            "norm": float(tensor.norm()),
+            "zeros": int((tensor == 0).sum()) / max(1, tensor.numel()),
+        }
         found.append(facts | ({"change": _change(before.get(name), after.get(name))} if other is not None else {}))
     return found
 
@@ -64,8 +67,12 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def cells(row: Mapping[str, Any]) -> dict[str, str]:
     """Return a row as text by column."""
-    shape = " x ".join(map(str, row["shape"])) or "scalar"
-    text = {**row, "shape": shape, "norm": format_number(row["norm"]), "zeros": f"{row['zeros']:.1%}"}
+    text = {
+        **row,
+        "shape": " x ".join(map(str, row["shape"])) or "scalar",
+        "norm": format_number(row["norm"]),
+        "zeros": f"{row['zeros']:.1%}",
+    }
     if isinstance(change := row.get("change"), float):
         text["change"] = format_number(change)
     return text
@@ -89,17 +96,16 @@ def write(source: str, file: Path, output: Path) -> str:
         raise ConfigError(f"cannot read {file}: {error}") from error
     if output.suffix != TENSORS or output.exists():
         raise UsageError(f"{output} exists, or does not end with {TENSORS}; choose another name")
-    given = rules.parse({**node, "source": source}, "transfer")
-    if "source" in node or (others := rules.patterns(given, "fresh", "slice", "pad")):
-        what = "source" if "source" in node else others[0]
-        raise ConfigError(f"{file}: {what} is for cfg.transfer; leave it to the run that begins with {output.name}")
+    given = rules.parse({"source": source, **node}, "transfer")
+    if given.source != source or rules.patterns(given, "fresh", "slice", "pad"):
+        raise ConfigError(
+            f"{file}: source, fresh, slice and pad are for cfg.transfer; leave them to runs that begin with {output}"
+        )
     [weights], [tensors] = read_alike([source], "", given.model)
     named = rules.named(given, tensors, weights.title)
     made = {name: mean(old, [tensors]) for name, (old, _) in named.items()}
     stream, facts = io.BytesIO(), {"sources": [weights.pinned], "rules": node.get("rules")}
-    entries = {name: (item.shape, item.dtype) for name, item in made.items()}
-    tensor_files.write_header(stream, entries, surgery=json.dumps(facts))
-    tensor_files.write_content(stream, made.values())
+    tensor_files.write(stream, made, surgery=json.dumps(facts))
     try:
         write_atomic(output, stream.getvalue())
     except OSError as error:

@@ -5,7 +5,7 @@ Nothing here reads a tensor: names and shapes are enough to see whether the rule
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,11 +35,11 @@ def parse(node: Any, key: str) -> Transfer:
     node = {"_target_": path_of(Transfer), **node} if isinstance(node, dict) else node
     if not (found := [item.text for item in problems_of({key: node}, {key: Transfer}, Transfer)]):
         given: Transfer = build(node, key)
-        empty = [f"source is {given.source!r}"] * (not given.source)
-        empty += [f"a rule is {rule!r}" for rule in given.rules if not (rule and all(rule.values()))]
-        maps = [item for item in patterns(given, "map") if str(item.value).count("*") > item.text.count("*")]
-        found = [f"{key}: {text}, which is empty" for text in empty]
-        found += [f"{key}: {item} has more * in the new name than in the pattern" for item in maps]
+        if not (given.source and all(rule and all(rule.values()) for rule in given.rules)):
+            found.append(f"{key}: the source, or one of the rules, is empty")
+        for item in patterns(given, "map"):
+            if str(item.value).count("*") > item.text.count("*"):
+                found.append(f"{key}: {item} has more * in the new name than in the pattern")
     raise_if(found, key)
     return given
 
@@ -67,17 +67,16 @@ class Pattern:
     value: str | int | None = None  # new name for `map`, dimension for `slice` and `pad`
 
     def __str__(self) -> str:
-        arrow = "→" if self.kind == "map" else "in dimension"
-        return f"{self.kind} {self.text}" + ("" if self.value is None else f" {arrow} {self.value}")
+        return f"{self.kind} {self.text}" + (
+            "" if self.value is None else f" {'→' if self.kind == 'map' else 'in dimension'} {self.value}"
+        )
 
-    def matches(self, names: Iterable[str], title: str) -> dict[str, tuple[str, ...]]:
+    def matches(self, names: Collection[str], title: str) -> dict[str, tuple[str, ...]]:
         """Return the names that match, with the text for each `*`; raise ConfigError if there are none."""
         expression = re.compile("(.*?)".join(map(re.escape, self.text.split("*"))))
-        known = list(names)
-        found = {name: match.groups() for name in known if (match := expression.fullmatch(name))}
+        found = {name: match.groups() for name in names if (match := expression.fullmatch(name))}
         if not found:
-            parts = [name.split(".") for name in known]
-            near = {*known, *(".".join([*part[:n], "*"]) for part in parts for n in range(1, len(part)))}
+            near = {*names, *(f"{name[: dot.start()]}.*" for name in names for dot in re.finditer(r"\.", name))}
             cure = suggest(self.text, near, "mlx xp surgery SOURCE")
             raise ConfigError(f"{self} matches no tensor of {title}.{cure}")
         return found
@@ -97,13 +96,14 @@ Named = dict[str, tuple[str, Pattern | None]]
 """Names of tensors in a source, and the patterns that renamed them, by new name."""
 
 
-def named(given: Transfer, names: Iterable[str], title: str) -> Named:
+def named(given: Transfer, names: Collection[str], title: str) -> Named:
     """Apply the rules `map` and `drop` to the names of a source's tensors, all at once.
 
     Raises:
         ConfigError: a pattern matches no name, two tensors get one name, or none is left.
     """
-    names, found, chosen = list(names), Named(), dict[str, tuple[Pattern, tuple[str, ...]]]()
+    found: Named = {}
+    chosen: dict[str, tuple[Pattern, tuple[str, ...]]] = {}
     for pattern in patterns(given, "map", "drop"):
         for name, texts in pattern.matches(names, title).items():
             chosen.setdefault(name, (pattern, texts))
@@ -158,7 +158,8 @@ def treatments(
         if name in fresh:
             made[name] = Treatment(str(fresh[name]))
         elif name in taken:
-            (source, renaming), by_dim = found[name], {pattern.value: pattern for pattern in reversed(here[name])}
+            source, renaming = found[name]
+            by_dim = {pattern.value: pattern for pattern in reversed(here[name])}
             sizes = enumerate(zip(shape, there := shapes[source], strict=False))
             needed = {dim: "slice" if size < given else "pad" for dim, (size, given) in sizes if size != given}
             applied = [by_dim[dim] for dim in needed if dim in by_dim]  # of several for a dimension, the first one

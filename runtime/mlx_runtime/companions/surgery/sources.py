@@ -63,9 +63,7 @@ class Weights:
 
     def of(self, model: str, chosen: str | None = None) -> Tensors:
         """Return the tensors of the chosen model, or else of the one with this name, or else of the only one."""
-        name = chosen or model
-        if chosen is None and len(self.models) == 1:
-            [name] = self.models
+        name = chosen or (next(iter(self.models)) if len(self.models) == 1 else model)
         if name not in self.models:
             raise ConfigError(f"{self.title} has the models {', '.join(self.models)}; choose one of them with model")
         return self.models[name]
@@ -73,8 +71,10 @@ class Weights:
 
 def sources_of(given: Transfer) -> dict[str, str]:
     """Return the sources of a transfer, pinned if they were, by the text without secrets that a user has typed."""
-    typed = [given.source] if isinstance(given.source, str) else given.source
-    return {redact(item): given.pinned.get(redact(item), item) for item in typed}
+    return {
+        redact(item): given.pinned.get(redact(item), item)
+        for item in ([given.source] if isinstance(given.source, str) else given.source)
+    }
 
 
 def find(text: str, run_of: Callable[[str], RunFolder]) -> str:
@@ -116,14 +116,12 @@ def read(source: str) -> Weights:
             f"{name} has changed: its SHA-256 is {sha256:.12}…, not {digest:.12}…; to take it as it is now, remove the "
             "node pinned of the transfer"
         )
-    kept = {model: {key: item for key, item in state.items() if _is_tensor(item)} for model, state in models.items()}
-    if not any(kept.values()):
+    if not any(models.values()):
         raise ConfigError(f"{name} contains no tensors; name a checkpoint, or a file with a state_dict")
-    if odd := [key for names in (kept, *kept.values()) for key in names if not str(key).isprintable()]:
-        raise ConfigError(f"{name} contains a tensor or model {odd[0]!a:.100}, a name that does not print")
-    if odd := [key for state in kept.values() for key, item in state.items() if not _is_plain(item)]:
-        raise ConfigError(f"{name} contains {odd[0]!a:.100}, which is sparse, quantized, or not all there")
-    return Weights(name, sha256, kept)
+    items = [(f"{model}.{key}".lstrip("."), item) for model, found in models.items() for key, item in found.items()]
+    if odd := [key for key, item in items if not (key.isprintable() and _is_plain(item))]:
+        raise ConfigError(f"{name} contains {odd[0]!a:.100}, which is no plain tensor, or a name that does not print")
+    return Weights(name, sha256, models)
 
 
 def read_alike(sources: Sequence[str], model: str, chosen: str | None) -> tuple[list[Weights], list[Tensors]]:
@@ -133,8 +131,10 @@ def read_alike(sources: Sequence[str], model: str, chosen: str | None) -> tuple[
     facts = [{name: (tuple(item.shape), item.dtype) for name, item in each.items()} for each in tensors]
     for weights, other in zip(found, facts, strict=True):
         if different := other.items() ^ facts[0].items():
-            pair = f"{found[0].title} and {weights.title}"
-            raise ConfigError(f"{pair} have no mean, because they differ in {min(name for name, _ in different)}")
+            raise ConfigError(
+                f"{found[0].title} and {weights.title} have no mean, because they differ in "
+                f"{min(name for name, _ in different)}"
+            )
     return found, tensors
 
 
@@ -148,16 +148,13 @@ def mean(name: str, sources: Sequence[Tensors]) -> torch.Tensor:
     return (total / len(sources)).to(torch.float64 if first.dtype == torch.float64 else torch.float32)
 
 
-def _is_tensor(item: Any) -> bool:
-    return isinstance(item, torch.Tensor | UnreadTensor)
-
-
 def _is_plain(item: Any) -> bool:
-    """Return True if the memory of a tensor has a value for each of its elements."""
-    if not isinstance(item, torch.Tensor):
-        return True
-    dense = item.layout is torch.strided and item.device.type == "cpu" and not item.is_quantized
-    return dense and item.untyped_storage().nbytes() >= tensor_files.size_bytes(item.shape, item.dtype)
+    """Return True for a tensor whose memory has a value for each of its elements, or that has not been read."""
+    return isinstance(item, UnreadTensor) or (
+        isinstance(item, torch.Tensor)
+        and (item.layout, item.device.type, item.is_quantized) == (torch.strided, "cpu", False)
+        and item.untyped_storage().nbytes() >= tensor_files.size_bytes(item.shape, item.dtype)
+    )
 
 
 def _description(path: str) -> CheckpointInfo | None:
@@ -179,7 +176,10 @@ def _read_checkpoint(path: str) -> tuple[list[str], Any]:
             f"{path} lacks the frozen weights of its models (cfg.tuning: save=trained), which their constructors load; "
             "name a checkpoint of a run with save=all"
         )
-    return [item for item in (about.sha256, about.index_sha256) if item], models
+    return [item for item in (about.sha256, about.index_sha256) if item], {
+        str(model): {key: item for key, item in state.items() if isinstance(item, torch.Tensor | UnreadTensor)}
+        for model, state in models.items()
+    }
 
 
 def _read_files(files: Sequence[Path]) -> tuple[list[str], Any]:
@@ -195,13 +195,11 @@ def _read_files(files: Sequence[Path]) -> tuple[list[str], Any]:
             else:
                 found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
                 found = found.get("state_dict", found)
-            if odd := [name for name, item in found.items() if not (isinstance(name, str) and _is_tensor(item))]:
-                raise ValueError(f"{odd[0]!a:.100} is no tensor; save a state_dict, or {{'state_dict': ...}}")
+            tensors |= {str(name): item for name, item in found.items()}
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
         except Exception as error:  # torch raises all kinds of errors, and the content may be anything
             raise ConfigError(f"{path} has no weights that can be loaded: {short_message(error):.200}") from error
-        tensors |= found
     return hashes, {"": tensors}
 
 
@@ -230,5 +228,4 @@ def _download(uri: str) -> list[Path]:
         raise ConfigError(
             f"{uri} has no weights in the format of safetensors, or several; name a file, once it is here"
         )
-    folder = repository.download_to_cache(files, commit)
-    return [(folder / name).resolve() for name in sorted(files)]
+    return repository.download_to_cache(sorted(files), commit)  # type: ignore[no-any-return]

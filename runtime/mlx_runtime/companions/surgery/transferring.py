@@ -25,9 +25,6 @@ from mlx_runtime.sections import Transfer
 from mlx_runtime.storage.files import storage_at, storage_root, to_json
 from mlx_runtime.storage.redaction import redact
 
-TABLE = "transfer.json"
-"""File in the folder of a run: the origin of each tensor, by model."""
-
 
 def pin(config: RunConfig) -> RunConfig:
     """Return the config of a run without checkpoints, with pinned sources. Called by its driver, which writes it then.
@@ -39,31 +36,37 @@ def pin(config: RunConfig) -> RunConfig:
     if config.run is not None and CheckpointStore(config.run.checkpoints).any():
         return config
     pinned: dict[str, Any] = {}
-    models = [name for name in config.tree.get("models", {}) if not name.startswith("_")]
     run_of = partial(named_run, root=storage_root(config.cfg.storage_path), experiment=config.cfg.name)
-    if config.cfg.restore_checkpoint_path:
-        typed = any(item.lstrip("+").startswith(rules.KEY) for item in config.overrides)
-        if typed or (config.origin is None and config.checkpoint is None):
-            raise UsageError(f"{rules.KEY} and cfg.restore_checkpoint_path exclude each other; set one of them to null")
-    else:
-        for name, given in rules.transfers(config.cfg.transfer).items():
-            with rules.transfer_of(name):
-                if name not in models:
-                    raise ConfigError(f"there is no model {name!r}.{suggest(name, models)}")
-                typed_sources = sources_of(given)
-                found, tensors = read_alike([find(item, run_of) for item in typed_sources.values()], name, given.model)
-                rules.named(given, tensors[0], found[0].title)
-            pins = {key: item.pinned for key, item in zip(typed_sources, found, strict=True)}
-            pinned[name] = {**config.tree["cfg"]["transfer"][name], "pinned": pins}
-    changed = {"transfer": pinned or None}
-    tree, unresolved = (one | {"cfg": one["cfg"] | changed} for one in (config.tree, config.unresolved))
+    given = {} if config.cfg.restore_checkpoint_path else rules.transfers(config.cfg.transfer)
+    # Of a run that is the origin of this one, the checkpoint has the weights.
+    if not given and (
+        (config.origin is None and config.checkpoint is None)
+        or any(item.lstrip("+").startswith(rules.KEY) for item in config.overrides)
+    ):
+        raise UsageError(f"{rules.KEY} and cfg.restore_checkpoint_path exclude each other; set one of them to null")
+    for name, item in given.items():
+        with rules.transfer_of(name):
+            if name not in (models := config.tree.get("models", {})):
+                raise ConfigError(f"there is no model {name!r}.{suggest(name, models)}")
+            typed = sources_of(item)
+            found, tensors = read_alike([find(source, run_of) for source in typed.values()], name, item.model)
+            rules.named(item, tensors[0], found[0].title)
+        pinned[name] = {
+            **config.tree["cfg"]["transfer"][name],
+            "pinned": {key: weights.pinned for key, weights in zip(typed, found, strict=True)},
+        }
+    tree, unresolved = (
+        one | {"cfg": one["cfg"] | {"transfer": pinned or None}} for one in (config.tree, config.unresolved)
+    )
     return replace(config, tree=tree, unresolved=unresolved, cfg=build_cfg(tree["cfg"], TrainConfig))
 
 
 def hashes(transfers: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return the hashes of the sources in a pinned `cfg.transfer`, by model and source."""
-    pinned = {name: given.pinned.values() for name, given in rules.transfers(transfers).items()}
-    return {name: dict(redact(item).split(MARK) for item in items) for name, items in pinned.items()}
+    return {
+        name: dict(redact(item).split(MARK) for item in given.pinned.values())
+        for name, given in rules.transfers(transfers).items()
+    }
 
 
 def transfer(context: RunContext, reporter: Reporter) -> None:
@@ -83,17 +86,18 @@ def transfer(context: RunContext, reporter: Reporter) -> None:
                 value = value if shares else broadcast(value)
                 if value is not None and not own.is_meta:  # of another stage
                     values[key] = laid_out(value, own)
-            left = model.load_state_dict(values, strict=False)
-            if unexpected := getattr(left, "unexpected_keys", None):
-                raise ConfigError(f"load_state_dict does not take {unexpected[0]}, which is in the state_dict")
+            if left := getattr(model.load_state_dict(values, strict=False), "unexpected_keys", None):
+                raise ConfigError(f"load_state_dict does not take {left[0]}, which is in the state_dict")
         if plan is not None:
-            titles = [redact(item.pinned) for item in plan.sources]
-            table = {key: item._asdict() for key, item in plan.treatments.items()}
-            tables[name] = {"sources": titles, "tensors": table, "unused": plan.unused}
+            tables[name] = {
+                "sources": [redact(item.pinned) for item in plan.sources],
+                "tensors": {key: item._asdict() for key, item in plan.treatments.items()},
+                "unused": plan.unused,
+            }
             for line in plan.lines():
                 reporter.notice(line)
     if writes:
-        storage_at(context.folder.location).write(to_json(tables).encode(), TABLE)
+        storage_at(context.folder.location).write(to_json(tables).encode(), "transfer.json")
 
 
 class Plan:
