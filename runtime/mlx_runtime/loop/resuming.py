@@ -136,8 +136,11 @@ def allowed_changes(run: RunFolder, conf: Path, config: Config, another: str) ->
     """
     found = _known_changes(parse_config(conf.read_text(encoding="utf-8")), config.tree)
     found = [change for change in found if change.key.removeprefix("cfg.") not in IGNORED]
-    free = not CheckpointStore(run.checkpoints).any()  # then nothing has come of the transfer yet
-    judged = [change for change in found if not (free and change.key.startswith("cfg.transfer"))]
+    judged = [  # without checkpoints, nothing has come of the transfer yet
+        change
+        for change in found
+        if change.key.split(".")[:2] != ["cfg", "transfer"] or CheckpointStore(run.checkpoints).any()
+    ]
     if problems := refusals(judged, type(config.cfg)):
         listed = "\n  ".join([f"{run.title} cannot resume with other values of", *problems])
         raise ConfigError(f"{listed}\nLeave them as they were, or start a new run with them: {another}")
