@@ -19,6 +19,7 @@ from mlx_runtime.runs.tables import format_number
 from mlx_runtime.storage.documents import from_plain_yaml
 from mlx_runtime.storage.files import size_text
 from mlx_runtime.storage.local import read_regular, write_atomic
+from mlx_runtime.storage.redaction import redact
 
 
 def tensor_rows(one: Weights, other: Weights | None = None) -> list[dict[str, Any]]:
@@ -104,7 +105,7 @@ def write(source: str, file: Path, output: Path) -> str:
     [weights], [tensors] = read_alike([source], "", given.model)
     named = rules.named(given, tensors, weights.title)
     made = {name: mean(old, [tensors]) for name, (old, _) in named.items()}
-    stream, facts = io.BytesIO(), {"sources": [weights.pinned], "rules": node.get("rules")}
+    stream, facts = io.BytesIO(), {"sources": [redact(weights.pinned)], "rules": node.get("rules")}
     tensor_files.write(stream, made, surgery=json.dumps(facts))
     try:
         write_atomic(output, stream.getvalue())
