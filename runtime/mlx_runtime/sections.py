@@ -166,3 +166,27 @@ class Tuning(Section):
     learning_rates: dict[str, float] = field(default_factory=dict)
     layer_decay: float | None = None
     save: Literal["all", "trained"] = "all"
+
+
+Rule = (
+    dict[Literal["map"], dict[str, str]]
+    | dict[Literal["drop", "fresh"], str]
+    | dict[Literal["slice", "pad"], dict[str, int]]
+)
+
+
+@dataclass(frozen=True)
+class Transfer(Section):
+    """Weights of one model from elsewhere.
+
+    Attributes:
+        source: a run, a checkpoint, a file or a repository; the mean of several is taken.
+        model: model in sources that have several; by default, the one of the same name.
+        rules: rules for tensors by patterns of their names; the first one that matches counts.
+        pinned: sources with the SHA-256 of their content, by what was typed; written by the runtime.
+    """
+
+    source: str | tuple[str, ...]
+    model: str | None = None
+    rules: tuple[Rule, ...] = ()
+    pinned: dict[str, str] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from mlx_runtime.config.constructors.signatures import (
 from mlx_runtime.config.constructors.targets import import_problem, object_at, path_of
 from mlx_runtime.errors import suggest
 
-REPLACED = {"cfg.restore_strict": " Weights from elsewhere come from cfg.transfer."}
+REPLACED = {"cfg.restore_strict": " It is gone: delete it; if it was false, see cfg.transfer."}
 """Cures for settings of earlier versions, by key."""
 
 

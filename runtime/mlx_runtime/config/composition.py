@@ -174,6 +174,8 @@ def read(
         problem = f"{title} is empty" if path.exists() else f"there is no {title}"
         raise ConfigError(f"{problem}; write it with: {commands(path)} bind")
     tree = _yaml(path, title)
+    if project is not None and isinstance(cfg := tree.get("cfg"), dict) and cfg.get("restore_strict") is True:
+        del cfg["restore_strict"]  # of a run of an earlier version, which had no other value by default
     files: dict[str, Path | None] = dict.fromkeys(values_by_key(tree), path)
     for name in [item.removeprefix(OPTION) for item in overrides if item.startswith(OPTION)]:
         variant = _variant((project or path).with_name("variants"), name)

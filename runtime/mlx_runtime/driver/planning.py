@@ -124,7 +124,7 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
         stack.callback(engine.close)
         if config.run is not None:
             _require_checkpoint(config.run, config.cfg)
-        elif config.cfg.transfer or str(config.cfg.restore_checkpoint_path).endswith(".safetensors"):
+        if config.cfg.transfer:
             config = companions.part("surgery.transferring").pin(config)
         if config.run is None and (path := config.cfg.restore_checkpoint_path):
             before = store.read(path, whole=False).get("config")

@@ -53,8 +53,8 @@ class TrainConfig:
         name: experiment name, and folder of its runs in the storage.
         restore_checkpoint_path: folder or URI of a checkpoint that a new run starts from, or the mirror of a run, like
             `hf://user/name` or `hf://user/name/checkpoints/epoch_0004`; None starts from scratch.
-        transfer: weights of a new run from elsewhere, by model: `{"net": {"source": "run_003@best", "rules": [...]}}`;
-            everything else starts from scratch.
+        transfer: weights of a new run from elsewhere, by model: settings of `mlx_runtime.sections.Transfer`; everything
+            else starts from scratch.
         start_epoch: first epoch; set by the runtime when a checkpoint is restored.
         num_epochs: total number of epochs; a run that resumes after 3 of 10 trains 7 more.
         max_steps: maximum number of training steps, in all epochs and attempts. The run then ends successfully, with a

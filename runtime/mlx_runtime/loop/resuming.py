@@ -30,6 +30,7 @@ from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs import drivers, sources
 from mlx_runtime.runs.checkpoints.groups import State, state_of
 from mlx_runtime.runs.checkpoints.index import best_first, list_checkpoints
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, read_errors
 from mlx_runtime.storage.documents import COUNT, misfit
 from mlx_runtime.storage.files import join_path
@@ -43,8 +44,8 @@ FIXED = {
 }
 """Settings and sections that cannot change: they determine the start of a run and its data."""
 
-IGNORED = {"storage_path"}
-"""Settings that locate a run and do not affect it."""
+IGNORED = {"storage_path", "restore_strict"}
+"""Settings that locate a run and do not affect it, and one of earlier versions."""
 
 START = IGNORED | {"name", "restore_checkpoint_path", "start_epoch", "transfer"}
 """Settings that every new run from a checkpoint may choose for itself."""
@@ -134,10 +135,16 @@ def allowed_changes(run: RunFolder, conf: Path, config: Config, another: str) ->
     `another` is the way to start a new run with them.
     """
     found = _known_changes(parse_config(conf.read_text(encoding="utf-8")), config.tree)
-    if problems := refusals(found, type(config.cfg)):
+    found = [change for change in found if change.key.removeprefix("cfg.") not in IGNORED]
+    judged = [  # without checkpoints, nothing has come of the transfer yet
+        change
+        for change in found
+        if change.key.split(".")[:2] != ["cfg", "transfer"] or CheckpointStore(run.checkpoints).any()
+    ]
+    if problems := refusals(judged, type(config.cfg)):
         listed = "\n  ".join([f"{run.title} cannot resume with other values of", *problems])
         raise ConfigError(f"{listed}\nLeave them as they were, or start a new run with them: {another}")
-    return tuple(change for change in found if change.key.removeprefix("cfg.") not in IGNORED)
+    return tuple(found)
 
 
 def changes_since(before: Mapping[str, Any], config: Config) -> tuple[Change, ...]:

@@ -206,6 +206,14 @@ class Repository:
                 f"{next(iter(missing))} of {self.address} did not arrive in {folder}; repeat the command"
             )
 
+    def download_to_cache(self, files: Collection[str], commit: str) -> list[Path]:
+        """Download files of a commit, unless they are in the cache of `huggingface_hub`. Return their paths there."""
+        from huggingface_hub import snapshot_download
+
+        options = {"revision": commit, "endpoint": self._api.endpoint, "allow_patterns": [*map(glob.escape, files)]}
+        folder = Path(self._call(snapshot_download, self.address.name, **options))
+        return [folder / name for name in files]
+
     def upload(self, files: Mapping[str, Path]) -> dict[str, Any]:
         """Upload files ahead of a commit, and return handles for `commit`, by path.
 

@@ -6,7 +6,6 @@ a file on this machine.
 
 import json
 import math
-import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -74,9 +73,9 @@ def write_header(
     return [8 + len(text) + offset for offset in offsets]
 
 
-def write(file: _Writable, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+def write(file: _Writable, tensors: Mapping[str, torch.Tensor], **metadata: str) -> list[int]:
     """Write a whole file with tensors on the CPU. Return the position of each."""
-    starts = write_header(file, {name: (item.shape, item.dtype) for name, item in tensors.items()})
+    starts = write_header(file, {name: (item.shape, item.dtype) for name, item in tensors.items()}, **metadata)
     write_content(file, tensors.values())
     return starts
 
@@ -87,11 +86,8 @@ def write_content(file: _Writable, tensors: Iterable[torch.Tensor]) -> None:
         file.write(content(tensor.contiguous()))
 
 
-def read(content: bytes | mmap.mmap) -> dict[str, torch.Tensor]:
-    """Return the tensors in the content of a whole file. Raises ValueError if it is damaged.
-
-    Tensors share the memory of the content if that can be written, like a private mapping of the file.
-    """
+def read(content: bytes) -> dict[str, torch.Tensor]:
+    """Return the tensors in the content of a whole file. Raises ValueError if it is damaged."""
     size = int.from_bytes(content[:8], "little")
     if not 0 < size <= len(content) - 8:
         raise ValueError(f"its header has {size:,} bytes of {len(content):,}")
@@ -109,7 +105,7 @@ def read(content: bytes | mmap.mmap) -> dict[str, torch.Tensor]:
             raise ValueError(
                 f"{name!r:.100} has {end - begin:,} bytes in place of {size_bytes(item['shape'], dtype):,}"
             )
-        part = bytearray(data[begin:end]) if data.readonly or (8 + size + begin) % dtype.itemsize else data[begin:end]
-        flat = torch.frombuffer(part, dtype=dtype) if len(part) else torch.empty(0, dtype=dtype)
+        part = bytearray(data[begin:end])
+        flat = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
         tensors[name] = flat.reshape(item["shape"])
     return tensors

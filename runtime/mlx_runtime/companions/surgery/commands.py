@@ -64,25 +64,27 @@ def train_prove(
 @click.argument("source", type=word, metavar="RUN")
 @click.argument("other", type=word, required=False)
 @options.json
-@click.option("--rules", type=PAGE, help="YAML file with rules, as in cfg.transfer, for --to.")
+@click.option("--rules", type=PAGE, help="YAML file with rules map and drop, for --to.")
 @click.option("--to", "output", type=PAGE, metavar="NAME.safetensors", help="Write what the rules make of RUN.")
 def xp_surgery(source: str, other: str | None, as_json: bool, rules: Path | None, output: Path | None) -> None:
     """List the tensors of RUN and, with OTHER, what changed from RUN to OTHER.
 
     RUN and OTHER are run_003, digits/run_003@best, a checkpoint, a file of weights, or a repository like
-    hf://user/name. With --to, write RUN's weights by rules, for OTHER's shapes, to a file that new runs start from.
+    hf://user/name. With --to, write RUN's tensors, renamed and dropped by rules, to a file that new runs start from.
     """
-    if (rules is None) != (output is None):
-        raise UsageError("--to writes what the rules in a file make; give --rules FILE.yaml and --to NAME.safetensors")
+    if (rules is None) != (output is None) or (rules and other):
+        raise UsageError(
+            "what rules make of RUN is written with --rules FILE.yaml --to NAME.safetensors, without OTHER"
+        )
     from mlx_runtime.companions.surgery import inspection, sources
 
     one = sources.find(source, lookup.resolve_run)
     two = sources.find(other, lookup.resolve_run) if other is not None else None
     if rules is not None and output is not None:
-        for line in inspection.write(one, two, rules, output):
-            say(line)
+        with projects.stopped_early("before the file was complete"):
+            say(inspection.write(one, rules, output))
         return
-    rows = inspection.rows(sources.read(one), None if two is None else sources.read(two))
+    rows = inspection.tensor_rows(sources.read(one), None if two is None else sources.read(two))
     if as_json:
         click.echo(to_json(rows), nl=False)
     else:

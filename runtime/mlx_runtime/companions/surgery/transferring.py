@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from mlx_runtime import companions
+from mlx_runtime.companions.sharding.tensor_files import content
 from mlx_runtime.companions.surgery import rules
-from mlx_runtime.companions.surgery.rules import Shape, Transfer
-from mlx_runtime.companions.surgery.sources import MARK, TENSORS, find, mean, read_alike
+from mlx_runtime.companions.surgery.sources import MARK, find, mean, read_alike, sources_of
 from mlx_runtime.config.building import build_cfg
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.wrapping import is_sharded, unwrap, whole
@@ -19,50 +19,54 @@ from mlx_runtime.errors import ConfigError, UsageError, suggest
 from mlx_runtime.loop.context import RunContext
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.loop.reporting import Reporter
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import named_run
+from mlx_runtime.sections import Transfer
 from mlx_runtime.storage.files import storage_at, storage_root, to_json
-
-TABLE = "transfer.json"
-"""File in the folder of a run: the origin of each tensor, by model."""
-
-Part = tuple[torch.Tensor, Shape]
-"""Values, and the size of the part of a tensor that they fill: its first rows in each dimension."""
+from mlx_runtime.storage.redaction import redact
 
 
 def pin(config: RunConfig) -> RunConfig:
-    """Return the config of a new run with pinned sources. Called by its driver, before anything is written.
+    """Return the config of a run without checkpoints, with pinned sources. Called by its driver, which writes it then.
 
     Raises:
         ConfigError: there is no such model or source, or a rule fits none of its tensors.
+        UsageError: there is a checkpoint to start from, too.
     """
-    path, given, pinned = config.cfg.restore_checkpoint_path, config.cfg.transfer or {}, {}
-    models = [name for name in config.tree.get("models", {}) if not name.startswith("_")]
+    if config.run is not None and CheckpointStore(config.run.checkpoints).any():
+        return config
+    pinned: dict[str, Any] = {}
     run_of = partial(named_run, root=storage_root(config.cfg.storage_path), experiment=config.cfg.name)
-    notes = config.notes
-    if path and path.endswith(TENSORS):
-        path, given = None, {name: {"source": path} for name in models} | given
-    elif path:  # perhaps of --from, with the config of a run that began with a transfer
-        given, note = {}, "note      all weights are from cfg.restore_checkpoint_path, none of cfg.transfer"
-        notes = notes if config.checkpoint else (*notes, note)
-    for name, node in given.items():
-        if name not in models:
-            raise ConfigError(f"cfg.transfer.{name}: there is no model {name!r}.{suggest(name, models)}")
-        transfer = Transfer.parse(node, f"cfg.transfer.{name}")
-        try:
-            transfer = replace(transfer, sources=tuple(find(item, run_of) for item in transfer.sources))
-        except UsageError as error:
-            raise ConfigError(f"{transfer.key}.source: {error}") from error
-        found, tensors = read_alike(transfer, name)
-        rules.named(transfer, tensors[0], found[0].title)
-        pinned[name] = {**node, "source": [item.pinned for item in found]}
-    changed = {"restore_checkpoint_path": path, "transfer": pinned or None}
-    tree, unresolved = (one | {"cfg": one["cfg"] | changed} for one in (config.tree, config.unresolved))
-    return replace(config, tree=tree, unresolved=unresolved, cfg=build_cfg(tree["cfg"], TrainConfig), notes=notes)
+    given = {} if config.cfg.restore_checkpoint_path else rules.transfers(config.cfg.transfer)
+    # Of a run that is the origin of this one, the checkpoint has the weights.
+    if not given and (
+        (config.origin is None and config.checkpoint is None)
+        or any(item.lstrip("+").startswith(rules.KEY) for item in config.overrides)
+    ):
+        raise UsageError(f"{rules.KEY} and cfg.restore_checkpoint_path exclude each other; set one of them to null")
+    for name, item in given.items():
+        with rules.transfer_of(name):
+            if name not in (models := config.tree.get("models", {})):
+                raise ConfigError(f"there is no model {name!r}.{suggest(name, models)}")
+            typed = sources_of(item)
+            found, tensors = read_alike([find(source, run_of) for source in typed.values()], name, item.model)
+            rules.named(item, tensors[0], found[0].title)
+        pinned[name] = {
+            **config.tree["cfg"]["transfer"][name],
+            "pinned": {key: weights.pinned for key, weights in zip(typed, found, strict=True)},
+        }
+    tree, unresolved = (
+        one | {"cfg": one["cfg"] | {"transfer": pinned or None}} for one in (config.tree, config.unresolved)
+    )
+    return replace(config, tree=tree, unresolved=unresolved, cfg=build_cfg(tree["cfg"], TrainConfig))
 
 
-def hashes(pinned: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def hashes(transfers: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return the hashes of the sources in a pinned `cfg.transfer`, by model and source."""
-    return {name: dict(item.split(MARK) for item in node["source"]) for name, node in pinned.items()}
+    return {
+        name: dict(redact(item).split(MARK) for item in given.pinned.values())
+        for name, given in rules.transfers(transfers).items()
+    }
 
 
 def transfer(context: RunContext, reporter: Reporter) -> None:
@@ -73,114 +77,112 @@ def transfer(context: RunContext, reporter: Reporter) -> None:
     """
     models, tables = context.groups.members("models"), {}
     shares, writes = context.shares_storage, context.topology.writes
-    for name, node in context.cfg.transfer.items():
-        targets = named_tensors(unwrap(models[name]))
-        plan = None
-        if shares or writes:
-            shapes = {names: tuple(item.shape) for names, item in targets.items()}
-            plan = Plan(Transfer.parse(node, f"cfg.transfer.{name}"), name, shapes)
-        for names, target in targets.items():
-            part = plan.part(names, target.dtype) if plan is not None else None
-            part = part if shares else broadcast(part)
-            if part is not None:
-                _fill(target, *part)
+    for name, given in rules.transfers(context.cfg.transfer).items():
+        model, values = unwrap(models[name]), {}
+        with rules.transfer_of(name):
+            plan = Plan(given, name, model) if shares or writes else None
+            for key, own in tensors_of(model).items():
+                value = plan.value(key, own) if plan is not None else None
+                value = value if shares else broadcast(value)
+                if value is not None and not own.is_meta:  # of another stage
+                    values[key] = laid_out(value, own)
+            if left := getattr(model.load_state_dict(values, strict=False), "unexpected_keys", None):
+                raise ConfigError(f"load_state_dict does not take {left[0]}, which is in the state_dict")
         if plan is not None:
-            tensors = [*map(vars, plan.treatments.values())]
-            tables[name] = {"sources": node["source"], "tensors": tensors, "unused": plan.unused}
+            tables[name] = {
+                "sources": [redact(item.pinned) for item in plan.sources],
+                "tensors": {key: item._asdict() for key, item in plan.treatments.items()},
+                "unused": plan.unused,
+            }
             for line in plan.lines():
                 reporter.notice(line)
     if writes:
-        storage_at(context.folder.location).write(to_json(tables).encode(), TABLE)
+        storage_at(context.folder.location).write(to_json(tables).encode(), "transfer.json")
 
 
 class Plan:
     """The values for the tensors of one model.
 
-    Args:
-        given: the transfer.
-        model: name of the model.
-        targets: shapes of its tensors by all of their names; None for the tensors of the source that the rules leave.
-
     Attributes:
         sources: the sources.
-        tensors: the tensors of the model in each source.
-        treatments: origins of the tensors, by all of their names.
+        treatments: origins of the tensors in the state of the model, by name.
         unused: tensors of the source that no rule drops and no tensor of the model takes.
 
     Raises:
         ConfigError: a source or a rule does not fit.
     """
 
-    def __init__(self, given: Transfer, model: str, targets: Mapping[tuple[str, ...], Shape] | None) -> None:
-        self._title, self._model = f"{given.key}: ", model
-        self.sources, self.tensors = read_alike(given, model)
-        named = rules.named(given, self.tensors[0], self.sources[0].title)
-        shapes = {name: tuple(item.shape) for name, item in self.tensors[0].items()}
-        targets = {(name,): shapes[source] for name, (source, _) in named.items()} if targets is None else targets
-        made = rules.treatments(given, named, shapes, targets)
-        self.treatments = {item.names: item for item in made}
+    def __init__(self, given: Transfer, name: str, model: torch.nn.Module) -> None:
+        self._name = name
+        self.sources, self._tensors = read_alike([*sources_of(given).values()], name, given.model)
+        named = rules.named(given, self._tensors[0], self.sources[0].title)
+        shapes, targets = (
+            {key: item.shape for key, item in some.items()} for some in (self._tensors[0], tensors_of(model))
+        )
+        self._ties = ties_of(model)
+        self.treatments = rules.treatments(given, named, shapes, targets, self._ties)
         self._groups: dict[str, list[str]] = {}  # names of tensors, by line of the table
-        for item in made:
-            self._groups.setdefault(item.how, []).append(item.names[0])
-        self._groups["not used"] = self.unused = rules.unused(named, made)
+        for key, item in self.treatments.items():
+            self._groups.setdefault(item.how, []).append(key)
+        self._groups["no tensor, and stays initial"] = [key for key in model.state_dict() if key not in targets]
+        taken = {item.source for item in self.treatments.values()}
+        self._groups["not used"] = self.unused = [key for key, _ in named.values() if key not in taken]
 
-    def part(self, names: tuple[str, ...], dtype: torch.dtype) -> Part | None:
-        """Return the values for a tensor in its type, or None if it keeps its initial values.
+    def value(self, name: str, own: torch.Tensor) -> torch.Tensor | None:
+        """Return the values for the first rows of a tensor in its type, or None if it keeps its initial values.
 
         Raises:
             ConfigError: the type cannot hold the values, or the source has others under another name of the tensor.
         """
-        item = self.treatments[names]
-        if not item.sources:
+        if (source := self.treatments[name].source) is None:
             return None
-        value, *others = (mean(name, self.tensors) for name in item.sources)
-        if not all(torch.equal(value, other) for other in others):
-            raise ConfigError(f"{self._title}{' and '.join(names)} are one tensor here, and differ in the source")
-        value = value[tuple(map(slice, item.region))]
-        made = value.to(dtype)
+        value, dtype = mean(source, self._tensors).contiguous(), own.dtype
+        for other in self._ties[name]:
+            also = self.treatments[other].source
+            if also not in (None, source) and content(mean(also, self._tensors).contiguous()) != content(value):
+                raise ConfigError(f"{name} and {other} are one tensor here, and differ in the source")
+        value = value[tuple(map(slice, own.shape))]
         there, here = (str(kind).removeprefix("torch.") for kind in (value.dtype, dtype))
         if len(self.sources) > 1 and not value.is_floating_point():
-            self._groups.setdefault("of the first source, not averaged", []).append(names[0])
-        if there != here and not (value.is_floating_point() and dtype.is_floating_point):
-            raise ConfigError(f"{self._title}{names[0]} is {here} here and {there} in the source; use fresh")
-        if there != here and torch.promote_types(value.dtype, dtype) != dtype:
-            if value.isfinite().all() and not made.isfinite().all():
-                raise ConfigError(f"{self._title}{here} cannot hold the values of {names[0]}, {there} in the source")
-            self._groups.setdefault(f"rounded from {there} to {here}", []).append(names[0])
-        return made, item.region
+            self._groups.setdefault("of the first source, not averaged", []).append(name)
+        if there == here:
+            return value
+        if not (value.is_floating_point() and dtype.is_floating_point):
+            raise ConfigError(f"{name} is {here} here and {there} in the source; use fresh")
+        made, before, after = value.to(dtype), torch.finfo(value.dtype), torch.finfo(dtype)
+        if before.eps < after.eps or before.max > after.max:
+            if ((value.double().abs() > after.max) & value.double().isfinite()).any():
+                raise ConfigError(f"{here} cannot hold the values of {name}, {there} in the source")
+            self._groups.setdefault(f"rounded from {there} to {here}", []).append(name)
+        return made
 
     def lines(self) -> list[str]:
-        """Return a table with a line per group of tensors, once all parts have been taken."""
+        """Return a table with a line per group of tensors, once all values have been taken."""
         groups = [f"{len(names):5,}  {how}: {rules.some(names)}" for how, names in self._groups.items() if names]
-        titles = " and ".join(item.title for item in self.sources)
-        return [f"transfer  {self._model} from {titles}", *(f"          {line}" for line in groups)]
+        titles = " and ".join(redact(item.title) for item in self.sources)
+        return [f"transfer  {self._name} from {titles}", *(f"          {line}" for line in groups)]
 
 
-def named_tensors(model: torch.nn.Module) -> dict[tuple[str, ...], torch.Tensor]:
-    """Return the parameters and saved buffers of a model by all of their names."""
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors in the state of a model."""
+    return {name: item for name, item in model.state_dict().items() if isinstance(item, torch.Tensor)}
+
+
+def ties_of(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Return all names of each tensor in the state of a model, by each of them."""
     held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    names: dict[int, list[str]] = {}
-    for name in model.state_dict():
-        if name in held:
-            names.setdefault(id(held[name]), []).append(name)
-    return {tuple(tied): held[tied[0]] for tied in names.values()}
+    names: dict[object, list[str]] = {}
+    keys = {name: id(held[name]) if name in held else name for name in tensors_of(model)}
+    for name, key in keys.items():
+        names.setdefault(key, []).append(name)
+    return {name: names[key] for name, key in keys.items()}
 
 
-def merged(part: Part, initial: torch.Tensor) -> torch.Tensor:
-    """Return the values of a whole tensor, given those of a part, and its initial values."""
-    value, sizes = part
-    if sizes == tuple(initial.shape) or initial.is_meta:
-        return value
-    made = initial.clone()
-    made[tuple(map(slice, sizes))] = value.to(made.device)
-    return made
-
-
-@torch.no_grad()
-def _fill(target: torch.Tensor, value: torch.Tensor, sizes: Shape) -> None:
-    """Copy values into the first rows of a tensor in each dimension. Every worker must call this."""
-    value = merged((value, sizes), whole(target.detach()) if sizes != tuple(target.shape) else target)
-    if is_sharded(target):
-        companions.part("sharding.sharing").fill(target.detach(), value)
-    elif not target.is_meta:  # of another stage
-        target.copy_(value)
+def laid_out(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return values for a tensor with its layout and, behind them, its own. Every worker must call this."""
+    if value.shape != own.shape:
+        made = whole(own.detach()).to("cpu", copy=True)
+        made[tuple(map(slice, value.shape))] = value
+        value = made
+    layouts = companions.part("sharding.layouts").Layouts({}, whole=True) if is_sharded(own) else None
+    return value if layouts is None else layouts.of_values(value, own)

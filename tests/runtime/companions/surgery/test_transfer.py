@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from torch import nn
 
 from mlx_runtime import open_run
 from mlx_runtime.companions.sharding import tensor_files
-from mlx_runtime.companions.surgery.rules import Transfer, named, treatments, unused
-from mlx_runtime.companions.surgery.sources import MARK, find, mean, read
-from mlx_runtime.companions.surgery.transferring import Plan, named_tensors
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.companions.surgery.inspection import tensor_rows
+from mlx_runtime.companions.surgery.rules import named, parse, problems, treatments
+from mlx_runtime.companions.surgery.sources import INDEX, MARK, find, mean, read
+from mlx_runtime.companions.surgery.transferring import Plan
+from mlx_runtime.errors import ConfigError, UsageError
+from mlx_runtime.sections import Transfer
 
 pytestmark = pytest.mark.process
 
@@ -26,15 +29,17 @@ SHAPES = {"backbone.0.weight": (4, 3), "backbone.0.bias": (4,), "head.weight": (
 
 
 def transfer(*rules: Any, **fields: Any) -> Transfer:
-    return Transfer.parse({"source": "x", "rules": list(rules), **fields}, "cfg.transfer.net")
+    return parse({"source": "x", "rules": list(rules), **fields}, "cfg.transfer.net")
 
 
 def applied(targets: dict[str, tuple[int, ...]], *rules: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the treatment of each tensor of a model as (how, source, region), and the unused tensors."""
+    """Return the treatment of each tensor of a model, whose ties have names like `a|b`, and the unused tensors."""
     given = transfer(*rules)
     found = named(given, SHAPES, "the source")
-    made = treatments(given, found, SHAPES, {tuple(name.split("|")): shape for name, shape in targets.items()})
-    return {item.names[0]: (item.how, item.sources, item.region) for item in made}, unused(found, made)
+    ties = {name: names.split("|") for names in targets for name in names.split("|")}
+    shapes = {name: shape for names, shape in targets.items() for name in names.split("|")}
+    made = treatments(given, found, SHAPES, shapes, ties)
+    return made, [name for name, _ in found.values() if name not in {item.source for item in made.values()}]
 
 
 @pytest.mark.pure
@@ -45,14 +50,15 @@ def test_every_tensor_of_the_model_is_accounted_for() -> None:
         {"map": {"backbone.*.*": "encoder.*.*"}},
         {"fresh": "classifier.*"},
         {"slice": {"embed": 0}},
-        {"pad": {"tied": 1}},
+        {"pad": {"*": 1}},
     )
     renaming = "map backbone.*.* → encoder.*.*"
     assert made == {
-        "encoder.0.weight": (renaming, ("backbone.0.weight",), (4, 3)),
-        "encoder.0.bias": (renaming, ("backbone.0.bias",), (4,)),
-        "classifier.weight": ("fresh classifier.*", (), ()),
-        "embed": ("same name, slice embed in dimension 0, pad tied in dimension 1", ("embed",), (6, 3)),
+        "encoder.0.weight": (renaming, "backbone.0.weight"),
+        "encoder.0.bias": (renaming, "backbone.0.bias"),
+        "classifier.weight": ("fresh classifier.*", None),
+        "embed": ("same name, slice embed in dimension 0, pad * in dimension 1", "embed"),
+        "tied": ("tied to embed", None),
     }
     assert left == []
     made, left = applied({"head.weight": (2, 4), "embed": (8, 3)}, {"fresh": "head.*"})
@@ -60,59 +66,57 @@ def test_every_tensor_of_the_model_is_accounted_for() -> None:
 
 
 @pytest.mark.pure
+def test_names_are_mapped_at_once_by_the_first_rule_that_matches() -> None:
+    rules = [{"map": {"head.weight": "encoder.embed", "embed": "encoder.head.weight"}}, {"drop": "*.bias"}]
+    found = named(transfer(*rules, {"map": {"*": "encoder.*"}}), SHAPES, "the source")
+    assert {new: name for new, (name, _) in found.items()} == {
+        "encoder.backbone.0.weight": "backbone.0.weight",
+        "encoder.embed": "head.weight",
+        "encoder.head.weight": "embed",
+    }
+
+
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("targets", "rules", "problem"),
     [
         ({"embed": (8, 3)}, [{"drop": "hed.*"}], "drop hed.* matches no tensor of the source. Did you mean 'head.*'?"),
+        ({"embed": (8, 3)}, [{"drop": "*"}], "the rules drop all tensors of the source"),
         ({"embed": (8, 3)}, [{"fresh": "embd"}], "fresh embd matches no tensor of the model. Did you mean 'embed'?"),
         ({"embed": (8, 3), "new": (1,)}, [], "1 of 2 tensors of the model are not in the source: new."),
         ({"embed": (9, 3)}, [], "embed is (9, 3) here and (8, 3) in the source as embed (same name); slice takes"),
         ({"embed": (9, 3)}, [{"slice": {"embed": 0}}], "as embed (same name, slice embed in dimension 0); slice takes"),
         ({"embed": (8,)}, [{"pad": {"*": 1}}], "embed is (8,) here and (8, 3) in the source"),
+        ({"embed": (8, 3)}, [{"pad": {"*": 5}}], "pad * in dimension 5 changes no tensor"),
         (
             {"encoder.0.bias": (4, 1)},
             [{"map": {"backbone.*": "encoder.*"}}],
             "(4, 1) here and (4,) in the source as backbone.0.bias (map backbone.* → encoder.*)",
         ),
-        (
-            {"embed": (8, 3)},
-            [{"map": {"embed": "e"}}, {"drop": "e"}],
-            "two rules are for embed: map embed → e, and drop e;",
-        ),
-        (
-            {"e": (8, 3)},
-            [{"slice": {"e": 0}}, {"fresh": "*"}],
-            "two rules are for e: fresh *, and slice e in dimension 0;",
-        ),
-        ({"e": (8, 3)}, [{"map": {"embed": "e"}}, {"fresh": "e"}], "two rules are for e: fresh e, and map embed → e;"),
-        (
-            {"embed": (4, 3)},
-            [{"slice": {"embed": 0, "em*": 0}}],
-            "two rules are for embed: slice embed in dimension 0, and slice em* in dimension 0;",
-        ),
-        ({"embed": (8, 3)}, [{"map": {"head.weight": "embed"}}], "both embed and head.weight would be embed; drop one"),
+        ({"embed": (9, 3)}, [{"pad": {"embed": 0}}, {"fresh": "*"}], "fresh * changes no tensor"),
+        ({"embed|tied": (8, 3)}, [{"fresh": "tied"}], "tied is fresh, and one tensor with embed, which is not;"),
+        ({"embed": (8, 3)}, [{"map": {"head.weight": "embed"}}], "both head.weight and embed would be embed; drop one"),
     ],
 )
 def test_rules_that_do_not_fit_are_named(targets: Any, rules: Any, problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"^cfg.transfer.net: .*{re.escape(problem)}"):
+    with pytest.raises(ConfigError, match=re.escape(problem)):
         applied(targets, *rules)
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize(
-    ("node", "problem"),
-    [
-        ({"rules": []}, ": source is missing"),
-        ({"source": []}, ": source is a list, not text, or a list of text"),
-        ({"source": "x", "rule": []}, " has no 'rule'; it has source, model, rules"),
-        ({"source": "x", "rules": [{"mapp": {}}]}, ".rules[0] is 'mapp', which is no rule. Did you mean 'map'?"),
-        ({"source": "x", "rules": [{"slice": {"a": -1}}]}, ".rules[0]: slice takes a mapping of text to a dimension"),
-        ({"source": "x", "rules": [{"map": {"a.*": "*.*"}}]}, ": map a.* → *.* has more * in the new name"),
-    ],
-)
-def test_a_node_that_is_no_transfer_is_refused(node: Any, problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"^cfg.transfer.net{re.escape(problem)}"):
-        Transfer.parse(node, "cfg.transfer.net")
+def test_all_problems_of_transfers_are_reported() -> None:
+    nodes: Any = {
+        "a": {"source": 3, "rule": [], "model": 4},
+        "b": {"source": [], "rules": [{"map": {}}, {"map": {"a.*": "*.*"}}]},
+        "c": {"source": "x", "rules": [{"mapp": {}}]},
+        "d": {"source": "x", "rules": [{"slice": {"a": 0.5}}]},
+        "e": "run_003",
+    }
+    found = problems(SimpleNamespace(transfer=nodes))
+    assert [line.partition(" is ")[0].partition(":")[0].removeprefix("cfg.transfer.") for line in found] == [
+        *("a.source", "a.rule", "a.model", "b", "b", "c.rules", "d.rules", "e"),
+    ]
+    assert "map a.* → *.* has more * in the new name than in the pattern" in found[4]
 
 
 def test_a_repository_of_the_hub_is_pinned_to_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,14 +124,21 @@ def test_a_repository_of_the_hub_is_pinned_to_its_commit(tmp_path: Path, monkeyp
     with Hub() as hub:
         for name, value in (hub.variables() | {"MLX_CACHE": str(tmp_path / "cache")}).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # it is read on import
-        repository = hub.create("alice/net", {"model.safetensors": content, "sub/other.safetensors": b""})
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # these are read on import
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        files = {"model.safetensors": content, "adapter.safetensors": b"", "sub/other.safetensors": b""}
+        repository = hub.create("alice/net", files)
         pinned = read(find("hf://alice/net", pytest.fail)).pinned
         assert pinned.startswith(f"hf://alice/net@{repository.commits[-1].sha}{MARK}")
         hub.commit(repository, "retrained", {"model.safetensors": content[::-1]})
         assert torch.equal(read(pinned).of("net")["w"], torch.ones(2))
-        hub.commit(repository, "removed", {"weights.gguf": b""})
-        with pytest.raises(ConfigError, match="hf://alice/net@.* has no weights in the format of safetensors"):
+        other = Path(weights_file(tmp_path / "other.safetensors", {"v": torch.zeros(1)})).read_bytes()
+        index = json.dumps({"weight_map": {"w": "one.safetensors", "v": "two.safetensors"}}).encode()
+        parts = {"one.safetensors": content, "two.safetensors": other, "three.safetensors": b""}
+        hub.commit(repository, "in parts", parts | {INDEX: index})
+        assert read(find("hf://alice/net", pytest.fail)).of("net").keys() == {"w", "v"}
+        hub.commit(repository, "several", parts)
+        with pytest.raises(ConfigError, match="hf://alice/net@.* has no weights in the format of safetensors, or sev"):
             read(find("hf://alice/net", pytest.fail))
 
 
@@ -137,69 +148,93 @@ def weights_file(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     return str(path)
 
 
+class Given(nn.Module):
+    """A model with these tensors as buffers."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        for name, item in tensors.items():
+            self.register_buffer(name, item)
+
+
 @pytest.mark.pure
 def test_sources_are_averaged_and_types_are_checked(tmp_path: Path) -> None:
     one = {"w": torch.tensor([1.0, 3e5]), "n": torch.tensor(3)}
     other = {"w": torch.tensor([2.0, 1e5]), "n": torch.tensor(9)}
     paths = [weights_file(tmp_path / f"{number}.safetensors", item) for number, item in enumerate((one, other))]
-    plan = Plan(transfer(source=paths), "net", {("w",): (2,), ("n",): ()})
-    assert torch.equal(plan.part(("w",), torch.float32)[0], torch.tensor([1.5, 2e5]))  # type: ignore[index]
-    assert plan.part(("n",), torch.int64)[0] == 3  # type: ignore[index]
+    plan = Plan(transfer(source=paths), "net", Given(**one))
+    assert torch.equal(plan.value("w", one["w"]), torch.tensor([1.5, 2e5]))  # type: ignore[arg-type]
+    assert plan.value("n", one["n"]) == 3
     assert any(line.endswith("of the first source, not averaged: n") for line in plan.lines())
-    plan.part(("w",), torch.bfloat16)
+    plan.value("w", one["w"].bfloat16())
     assert plan.lines()[-1].endswith("    1  rounded from float32 to bfloat16: w")
-    with pytest.raises(ConfigError, match="float16 cannot hold the values of w, float32 in the source"):
-        plan.part(("w",), torch.float16)
+    for dtype in (torch.float16, torch.float8_e4m3fn):
+        with pytest.raises(ConfigError, match="float.* cannot hold the values of w, float32 in the source"):
+            plan.value("w", one["w"].to(dtype))
     with pytest.raises(ConfigError, match="n is int32 here and int64 in the source"):
-        plan.part(("n",), torch.int32)
+        plan.value("n", one["n"].int())
     third = weights_file(tmp_path / "third.safetensors", {"w": torch.ones(2).half(), "n": torch.tensor(3)})
     with pytest.raises(
         ConfigError, match=r"0\.safetensors and .*third\.safetensors have no mean, because .* differ in w"
     ):
-        Plan(transfer(source=[paths[0], third]), "net", {})
+        Plan(transfer(source=[paths[0], third]), "net", Given())
+    eight = weights_file(tmp_path / "eight.safetensors", {"w": torch.ones(2).to(torch.float8_e5m2)})
+    plan = Plan(transfer(source=[eight, eight]), "net", Given(w=torch.zeros(2)))
+    assert torch.equal(plan.value("w", torch.zeros(2)), torch.ones(2))  # type: ignore[arg-type]
+    assert tensor_rows(read(eight))[0]["norm"] == pytest.approx(2**0.5)
 
 
 @pytest.mark.pure
 def test_a_file_is_pinned_and_refused_once_it_has_changed(tmp_path: Path) -> None:
     content: Any = {"w": torch.arange(6.0).view(2, 3).to(torch.bfloat16), "flag": torch.tensor([True])}
     path = weights_file(tmp_path / "net.safetensors", content)
-    torch.save({"net": content, "epoch": 3}, tmp_path / "net.pth")
-    for source in (path, str(tmp_path / "net.pth")):
+    torch.save(content, tmp_path / "net.pth")
+    torch.save({"state_dict": content, "epoch": 3, "best": torch.ones(1)}, tmp_path / "net.pt")
+    for source in (path, str(tmp_path / "net.pth"), str(tmp_path / "net.pt")):
         found = read(find(source, pytest.fail))
-        assert all(torch.equal(found.of("net")[name], item) for name, item in content.items())
         assert found.pinned.startswith(f"{source}{MARK}")
         assert read(find(found.pinned, pytest.fail)) is not None
-        Path(source).write_bytes(Path(source).read_bytes() + b" ")
-        with pytest.raises(ConfigError, match="net.* has changed: its SHA-256 is"):
+        Path(source).write_bytes(b"\xff" * Path(source).stat().st_size)
+        assert all(torch.equal(found.of("net")[name], item) for name, item in content.items())  # what was hashed
+        with pytest.raises(ConfigError, match="net.* (has changed: its SHA-256 is|has no weights that can be loaded)"):
             read(found.pinned)
+    long = torch.as_strided(torch.ones(1), (10**9,), (0,))
     for content, problem in (
         (nn.Linear(1, 1), "has no weights that can be loaded"),  # pickled code
-        ({"models": [1]}, "has no weights that can be loaded"),
-        ({"net": {3: torch.ones(1), "w": torch.ones(2).to_sparse()}}, "contains no tensors"),
-        ({"net": {"w\x1b[2J": torch.ones(1)}}, r"contains a tensor or model 'w\\x1b\[2J', a name that does not print"),
+        ({"net": {"w": torch.ones(1)}}, "contains 'net', which is no plain tensor"),
+        ({"w": torch.ones(2), "epoch": 3}, "contains 'epoch', which is no plain tensor"),
+        ({"w": torch.ones(2).to_sparse()}, "contains 'w', which is no plain tensor"),
+        ({"w": torch.ones(2, device="meta")}, "contains 'w', which is no plain tensor"),
+        ({"w": long}, "contains 'w', which is no plain tensor"),
+        (
+            {"w\x1b[2J": torch.ones(1)},
+            r"contains 'w\\x1b\[2J', which is no plain tensor, or a name that does",
+        ),
     ):
         torch.save(content, tmp_path / "net.pth")
         with pytest.raises(ConfigError, match=f"net.pth {problem}"):
             read(str(tmp_path / "net.pth"))
-    (tmp_path / "net.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match="net.safetensors has no weights that can be loaded"):
-        read(path)
     with pytest.raises(ConfigError, match="cannot read .*gone.pt: No such file"):
         read(str(tmp_path / "gone.pt"))
+    with pytest.raises(UsageError, match="s3://b/x.safetensors: files are read from this machine only"):
+        find("s3://b/x.safetensors", pytest.fail)
 
 
 @pytest.mark.pure
 def test_tied_tensors_need_one_name_in_the_source_and_equal_values(tmp_path: Path) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "out": nn.Linear(2, 3, bias=False)})
     model["out"].weight = model["embed"].weight
-    targets = {names: tuple(item.shape) for names, item in named_tensors(model).items()}
-    assert targets == {("embed.weight", "out.weight"): (3, 2)}
+    own = model["embed"].weight
     one = weights_file(tmp_path / "one.safetensors", {"out.weight": torch.ones(3, 2)})
-    assert Plan(transfer(source=one), "net", targets).part(*targets, torch.float32) is not None
-    both = {"out.weight": torch.ones(3, 2), "embed.weight": torch.zeros(3, 2)}
+    plan = Plan(transfer(source=one), "net", model)
+    assert plan.value("embed.weight", own) is None
+    assert plan.value("out.weight", own) is not None
+    both = {"out.weight": torch.full((3, 2), torch.nan), "embed.weight": torch.full((3, 2), torch.nan)}
     two = weights_file(tmp_path / "two.safetensors", both)
+    assert Plan(transfer(source=two), "net", model).value("out.weight", own) is not None
+    three = weights_file(tmp_path / "three.safetensors", both | {"out.weight": torch.ones(3, 2)})
     with pytest.raises(ConfigError, match=r"embed.weight and out.weight are one tensor here, and differ in the source"):
-        Plan(transfer(source=two), "net", targets).part(*targets, torch.float32)
+        Plan(transfer(source=three), "net", model).value("embed.weight", own)
 
 
 @pytest.fixture(scope="module")
@@ -234,12 +269,14 @@ def test_a_wider_model_begins_with_the_mean_of_two_checkpoints(mlx: Mlx, folder:
         "\n              4  same name, pad layers.1.* in dimension 0: layers.1.weight, …, layers.1.running_var\n"
         in done.stdout
     )
+    scratch = mlx(here, "train", "run", *wide(here)[:-1], f"cfg.strategy={strategy}")
+    assert scratch.returncode == 0, scratch.stderr
     one, two = (weights(here, "run_001", which) for which in ("epoch_0001", "epoch_0002"))
     found = weights(here, "run_002")
     for name in ("layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias", "layers.3.bias"):
         expected = mean(name, [one, two])
         assert torch.equal(found[name][: len(expected)], expected), name
-    assert found["layers.3.weight"][:, 16:].abs().min() > 0
+    assert torch.equal(found["layers.3.weight"][:, 16:], weights(here, "run_003")["layers.3.weight"][:, 16:])
     table = json.loads((here / "runs" / "faults" / "run_002" / "transfer.json").read_text())["net"]
     record = json.loads((here / "runs" / "faults" / "run_002" / "run.json").read_text())
     assert record["transfer"]["net"].keys() == {*sources}
@@ -247,12 +284,22 @@ def test_a_wider_model_begins_with_the_mean_of_two_checkpoints(mlx: Mlx, folder:
     assert len(table["tensors"]) == 10
 
 
-def test_a_resume_never_reads_the_source(mlx: Mlx, folder: Path) -> None:
-    here = Path(shutil.copytree(folder, folder.parent / "resumed"))
-    assert mlx(here, "train", "run", *wide(here), "cfg.start_workers=0").returncode == 0
-    shutil.rmtree(here / "runs" / "faults" / "run_001")
-    resumed = mlx(here, "train", "run", "--resume=run_002", "cfg.num_epochs=2")
+@pytest.fixture(scope="module")
+def wider(mlx: Mlx, folder: Path) -> Path:
+    """The experiment with another run, `run_002`, that began with a transfer from `run_001`, which is gone."""
+    here = Path(shutil.copytree(folder, folder.parent / "wider"))
+    done = mlx(here, "train", "run", *wide(here), "cfg.start_workers=0")
+    assert done.returncode == 0, done.stderr
+    shutil.move(here / "runs" / "faults" / "run_001", here / "gone")
+    return here
+
+
+def test_the_same_command_resumes_and_never_reads_the_source(mlx: Mlx, wider: Path) -> None:
+    here = wider
+    overrides = [item for item in wide(here) if "num_epochs" not in item]
+    resumed = mlx(here, "train", "run", "--resume=auto", *overrides, "cfg.num_epochs=2")
     assert resumed.returncode == 0, resumed.stderr
+    assert "Resuming" in resumed.stdout or "restored  " in resumed.stdout
     assert "transfer  net" not in resumed.stdout
     other = mlx(here, "train", "run", "--resume=run_002", "cfg.num_epochs=3", "cfg.transfer=null")
     assert (other.returncode, "it cannot change within a run" in other.stderr) == (1, True)
@@ -260,14 +307,83 @@ def test_a_resume_never_reads_the_source(mlx: Mlx, folder: Path) -> None:
     gone = here / "runs" / "faults" / "run_001" / "checkpoints" / "epoch_0001"
     assert (again.returncode, str(gone) in again.stderr) == (1, True)
     assert not (here / "runs" / "faults" / "run_003").exists()
+    both = mlx(here, "train", "run", "--from=run_002@latest", *overrides)
+    assert "cfg.transfer and cfg.restore_checkpoint_path exclude each other" in both.stderr
     started = mlx(here, "train", "run", "--from=run_002@latest", "cfg.num_epochs=3")
     assert started.returncode == 0, started.stderr
-    assert "note      all weights are from cfg.restore_checkpoint_path, none of cfg.transfer\n" in started.stdout
+
+
+def test_a_run_without_checkpoints_may_name_another_source(mlx: Mlx, wider: Path) -> None:
+    here = Path(shutil.copytree(wider, wider.parent / "renamed"))
+    shutil.rmtree(here / "runs" / "faults" / "run_002" / "checkpoints")
+    record = here / "runs" / "faults" / "run_002" / "run.json"
+    facts = json.loads(record.read_text())
+    record.write_text(json.dumps(facts | {"status": "FAILED", "latest": None, "best": None}))
+    shutil.move(here / "gone", here / "runs" / "faults" / "run_009")
+    refused = mlx(here, "train", "run", "--resume=run_002")
+    assert (refused.returncode, "name another source" in refused.stderr) == (1, True), refused.stderr
+    named = mlx(here, "train", "run", "--resume=run_002", "cfg.transfer.net.source=run_009")
+    assert named.returncode == 0, named.stderr
+    assert f"transfer  net from {here / 'runs' / 'faults' / 'run_009' / 'checkpoints' / 'epoch_0002'}\n" in named.stdout
+
+
+def test_runs_of_earlier_versions_resume(mlx: Mlx, folder: Path) -> None:
+    here = Path(shutil.copytree(folder, folder.parent / "earlier"))
+    conf = here / "runs" / "faults" / "run_001" / "conf.yaml"
+    text = conf.read_text()
+    conf.write_text(text.replace("cfg:\n", "cfg:\n  restore_strict: true\n"))
+    resumed = mlx(here, "train", "run", "--resume=run_001", "cfg.num_epochs=3")
+    assert resumed.returncode == 0, resumed.stderr
+    conf.write_text(text.replace("cfg:\n", "cfg:\n  restore_strict: false\n"))
+    refused = mlx(here, "train", "run", "--from=run_001")
+    assert "It is gone: delete it; if it was false, see cfg.transfer." in refused.stderr
+
+
+def test_a_model_loads_values_itself(mlx: Mlx, make_in: Callable[[str, Path], Path], tmp_path: Path) -> None:
+    here = make_in("faults", tmp_path)
+    [file] = [path for path in (here / "src").glob("*.py") if "class Net" in path.read_text()]
+    file.write_text(file.read_text() + RENAMED)
+    first = mlx(here, "train", "run", "cfg.start_workers=0", "cfg.num_epochs=1")
+    assert first.returncode == 0, first.stderr
+    start = ("cfg.start_workers=0", "cfg.num_epochs=1", "optimizers.adam.lr=0", "+cfg.transfer.net.source=run_001")
+    second = mlx(here, "train", "run", *start)
+    assert second.returncode == 0, second.stderr
+    assert "no tensor, and stays initial: _extra_state" in second.stdout
+    one, two = weights(here, "run_001"), weights(here, "run_002")
+    assert torch.equal(one["body.0.weight"], two["body.0.weight"])
+
+
+RENAMED = """
+
+def _renamed(module, state, prefix, _):
+    for name in [name for name in state if name.startswith(prefix + "layers.")]:
+        state[name.replace("layers.", "body.", 1)] = state.pop(name)
+
+
+def _restored(module, state, prefix, *_):
+    for name in [name for name in state if name.startswith(prefix + "body.")]:
+        state[name.replace("body.", "layers.", 1)] = state.pop(name)
+
+
+_init = Net.__init__
+
+
+def init(self, *args, **kwargs):
+    _init(self, *args, **kwargs)
+    self.register_state_dict_post_hook(_renamed)
+    self.register_load_state_dict_pre_hook(_restored)
+
+
+Net.__init__ = init
+Net.get_extra_state = lambda self: {"version": 1}
+Net.set_extra_state = lambda self, state: None
+"""
+"""Appended to the code of the model: its state has other names, and an entry that is no tensor."""
 
 
 def test_nothing_is_written_for_a_source_that_does_not_fit(mlx: Mlx, folder: Path) -> None:
     for node, problem in (
-        ("{source:run_009}", "cfg.transfer.net.source: "),
+        ("{source:run_009}", "cfg.transfer.net: "),
         ("{source:run_001,model:body}", "has the models net; choose one of them with model"),
         ("{source:run_001,rules:[{drop:layer.*}]}", "Did you mean 'layers.*'?"),
     ):
@@ -277,7 +393,7 @@ def test_nothing_is_written_for_a_source_that_does_not_fit(mlx: Mlx, folder: Pat
     refused = mlx(folder, "train", "run", "+cfg.transfer.body={source:run_001}")
     assert "cfg.transfer.body: there is no model 'body'. " in refused.stderr
     old = mlx(folder, "train", "run", "cfg.restore_strict=false")
-    assert "Weights from elsewhere come from cfg.transfer." in old.stderr
+    assert "It is gone: delete it; if it was false, see cfg.transfer." in old.stderr
     assert [path.name for path in (folder / "runs" / "faults").glob("run_*")] == ["run_001"]
 
 
@@ -300,9 +416,16 @@ def test_a_checkpoint_is_inspected_and_rewritten(mlx: Mlx, folder: Path) -> None
     }
     again = mlx(here, *command)
     assert (again.returncode, "body.safetensors exists" in again.stderr) == (2, True)
-    compared = mlx(here, "xp", "surgery", "run_001", "body.safetensors")
-    assert re.search(r"^net\.layers\.0\.weight .* removed$", compared.stdout, re.MULTILINE)
-    assert re.search(r"^body\.0\.weight .* added$", compared.stdout, re.MULTILINE)
+    (here / "rules.yaml").write_text('rules:\n- map: {"*": "*"}\n')
+    assert mlx(here, *command[:-1], "same.safetensors").returncode == 0
+    same = json.loads(mlx(here, "xp", "surgery", "run_001", "same.safetensors", "--json").stdout)
+    assert {row["tensor"]: row["change"] for row in same} == dict.fromkeys(two, 0.0)
+    (here / "rules.yaml").write_text('rules:\n- fresh: "layers.3.*"\n')
+    refused = mlx(here, *command[:-1], "rules.yaml/other.safetensors")
+    assert "rules.yaml: source, fresh, slice and pad are for cfg.transfer" in refused.stderr
+    (here / "rules.yaml").write_text('rules:\n- drop: "layers.3.*"\n')
+    refused = mlx(here, *command[:-1], "rules.yaml/other.safetensors")
+    assert "cannot write rules.yaml/other.safetensors: Not a directory; choose another name" in refused.stderr
     conf = here / "src" / "conf.yaml"
     rules = "[map: {body.*: layers.*}, fresh: layers.3.*]"
     conf.write_text(
@@ -313,16 +436,5 @@ def test_a_checkpoint_is_inspected_and_rewritten(mlx: Mlx, folder: Path) -> None
     assert mlx(here, "train", "bind", "--check").returncode == 0
     started = mlx(here, "train", "run", "cfg.start_workers=0", "cfg.num_epochs=0")
     assert "    2  fresh layers.3.*: layers.3.weight, layers.3.bias\n" in started.stdout, started.stderr
-    (here / "rules.yaml").write_text('rules:\n- fresh: "layers.3.*"\n')
-    mixed = mlx(here, "xp", "surgery", "run_001", "run_001@epoch_0001", *command[3:6], "mixed.safetensors")
-    assert mixed.returncode == 0, mixed.stderr
-    made = read(str(here / "mixed.safetensors")).models[""]
-    assert all(torch.equal(item, (one if "layers.3" in name else two)[name]) for name, item in made.items())
-    start = (
-        "cfg.transfer=null",
-        "cfg.start_workers=0",
-        "cfg.num_epochs=0",
-        "cfg.restore_checkpoint_path=mixed.safetensors",
-    )
-    whole = mlx(here, "train", "run", *start)
-    assert "\n             10  same name: " in whole.stdout, whole.stderr
+    both = mlx(here, "train", "run", "cfg.restore_checkpoint_path=same.safetensors")
+    assert "cfg.transfer and cfg.restore_checkpoint_path exclude each other" in both.stderr
