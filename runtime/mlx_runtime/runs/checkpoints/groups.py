@@ -134,7 +134,10 @@ def load_into(
                     )
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             detail = " ".join(str(error).split())
-            raise ConfigError(f"{title}.{name} in the checkpoint does not fit the config: {detail:.300}") from error
+            raise ConfigError(
+                f"{title}.{name} in the checkpoint does not fit the config: {detail:.300}"
+                f"{'; cfg.transfer loads only weights' * (title == 'optimizers')}"
+            ) from error
     return [f"{title}.{name} is new: the checkpoint has no state for it" for name in unmatched if name in present]
 
 

@@ -22,14 +22,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from mlx_runtime import companions
 from mlx_runtime.companions.hub.detection import refuse_secrets
 from mlx_runtime.companions.serving.exports import instructions, programs
 from mlx_runtime.companions.serving.exports.evidence import CHECK_S, collect, prove
 from mlx_runtime.companions.serving.exports.exported import EXPORT, PROGRAMS, VERSION, is_export, sha256_of
-from mlx_runtime.companions.serving.exports.merging import merge_adapters
+from mlx_runtime.companions.serving.exports.merging import merge_adapters, weights_of
 from mlx_runtime.companions.serving.loading import choose_checkpoint, load_parts
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.sharding import tensor_files
+from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
@@ -138,9 +140,11 @@ def _fill(
         if "onnx" in wanted:
             report(f"writing   {PROGRAMS['onnx']}")
             programs.write_onnx(exported, staged / PROGRAMS["onnx"], list(schema.names), list(outputs))
-    models = members(parts.experiment.models, nn.Module).items()
-    weights = {f"{name}.{key}": item for name, model in models for key, item in model.state_dict().items()}
-    _write_tensors(staged / "weights.safetensors", weights)
+    weights, cfg = staged / "weights.safetensors", parts.experiment.cfg
+    if "merged" in about or (cfg.tuning and companions.part("surgery.tuning").builds_weights(cfg)):
+        _write_tensors(weights, weights_of(parts.experiment, about.get("merged", ())))
+    else:  # of models that `predict` cannot have changed
+        consolidate(parts.folder, parts.checkpoint.name, weights)
     _write_tensors(staged / "examples.safetensors", examples)
     (staged / "schema.json").write_text(to_json(schema.document()))
     _write_code(staged, parts.folder)
