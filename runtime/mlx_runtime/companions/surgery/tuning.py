@@ -90,12 +90,11 @@ class Tuner:
             named = dict(models[name].named_parameters(remove_duplicate=False))
             frozen = frozen_of(item, named, f"cfg.tuning.{name}")
             trained = {path: param for path, param in named.items() if frozen.get(param, 0) is not None}
-            settings: list[tuple[dict[nn.Parameter, Any], ...]] = [(until, frozen)]
-            settings.append((self._rates, rates_of(item, models[name], trained, name)))
+            rates = rates_of(item, models[name], trained, name)
+            settings: list[tuple[dict[nn.Parameter, Any], ...]] = [(until, frozen), (self._rates, rates)]
             for known, found in settings:
                 if two := [param for param, value in found.items() if known.setdefault(param, value) != value]:
-                    title = self._names[two[0]]
-                    raise ConfigError(f"cfg.tuning.{name} and another section disagree about {title}, which both have")
+                    raise ConfigError(f"cfg.tuning.{name} and another section disagree about {self._names[two[0]]}")
             self._names |= {param: f"{name}.{path}" for path, param in named.items()}
             patterns = (*item.freeze, *item.unfreeze)
             self._chosen[name] = {path for path in named if any(fnmatchcase(path, item) for item in patterns)}

@@ -189,7 +189,7 @@ def test_models_without_layers_and_parameters_of_two_models() -> None:
         ({"one": {"layer_decay": 0.5}}, "cfg.tuning.one.layer_decay needs two layers or more; one has 1"),
         (
             {name: {"freeze": ["*"], "unfreeze": {"*weight": passes}} for name, passes in (("one", 3), ("two", 5))},
-            "cfg.tuning.two and another section disagree about one.weight, which both have",
+            "cfg.tuning.two and another section disagree about one.weight",
         ),
     ):
         with pytest.raises(ConfigError) as error:
@@ -315,12 +315,7 @@ def test_sharded_models_begin_to_train_parts_like_replicas(mlx: Mlx, experiment:
     replicated = trained("cfg.name=replicated")
     assert sharded.keys() == replicated.keys()
     for name, item in replicated.items():
-        assert torch.allclose(sharded[name], item, atol=1e-3), name
-    print(
-        "MAXDIFF",
-        max((sharded[n] - i).abs().max().item() for n, i in replicated.items()),
-        max(((sharded[n] - i).abs() / (i.abs() + 1e-12)).max().item() for n, i in replicated.items()),
-    )
+        assert torch.equal(sharded[name], item), name  # a sum of two gradients has no order
 
 
 ADAPTERS = """

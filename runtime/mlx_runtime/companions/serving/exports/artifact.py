@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mlx_runtime import companions
 from mlx_runtime.companions.hub.detection import refuse_secrets
 from mlx_runtime.companions.serving.exports import instructions, programs
 from mlx_runtime.companions.serving.exports.evidence import CHECK_S, collect, prove
@@ -37,8 +36,9 @@ from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.runs import snapshots
-from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.runs.checkpoints.groups import lacks_weights, members
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.reader import Run
 from mlx_runtime.storage.documents import now
@@ -140,8 +140,8 @@ def _fill(
         if "onnx" in wanted:
             report(f"writing   {PROGRAMS['onnx']}")
             programs.write_onnx(exported, staged / PROGRAMS["onnx"], list(schema.names), list(outputs))
-    weights, cfg = staged / "weights.safetensors", parts.experiment.cfg
-    if "merged" in about or (cfg.tuning and companions.part("surgery.tuning").builds_weights(cfg)):
+    weights, saved = staged / "weights.safetensors", CheckpointStore(parts.folder.checkpoints)
+    if "merged" in about or lacks_weights(saved.load(parts.checkpoint, whole=False)["models"]):
         _write_tensors(weights, weights_of(parts.experiment, about.get("merged", ())))
     else:  # of models that `predict` cannot have changed
         consolidate(parts.folder, parts.checkpoint.name, weights)
