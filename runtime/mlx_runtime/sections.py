@@ -155,7 +155,8 @@ class Tuning(Section):
 
     Attributes:
         freeze: patterns of parameters that do not train.
-        unfreeze: epochs after which parameters that match a pattern train, although they are frozen; 0 for exceptions.
+        unfreeze: passes over the training data, which are epochs in most loops, after which parameters that match a
+            pattern train, although they are frozen; 0 for exceptions.
         learning_rates: learning rates of parameters that match a pattern, in place of that of their optimizer.
         layer_decay: factor of the other learning rates per layer below the last one.
         save: `trained` leaves parameters that never train out of checkpoints; their constructor must build them again.

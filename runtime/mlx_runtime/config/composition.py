@@ -281,7 +281,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         raise ConfigError("an override is nested too deeply") from None
     except OverrideParseException as error:
         why = f": {short_message(error.__cause__)}" if error.__cause__ else ""
-        cure = "write key=value without spaces, and quote a value with brackets or commas: 'key=\"…\"'"
+        cure = "write key=value without spaces, and quote a value with brackets or commas: 'key=\"…\"', not keys in it"
         raise ConfigError(f"the override {error.override!r} is not understood{why}; {cure}") from error
 
 

@@ -56,8 +56,8 @@ def build_experiment(job: Job, topology: Topology, cfg: Any, strategy: "DDP") ->
     if cfg.tuning:
         strategy.tuning = companions.part("surgery.tuning").Tuner(cfg, groups.get("models"), strategy.topology)
     if "optimizers" in job.tree:
-        tuned = {"params_of": strategy.tuning.params_of} if cfg.tuning else {}
-        groups["optimizers"] = build_optimizers(job.tree["optimizers"], groups.get("models"), **tuned)
+        make_optimizers = strategy.tuning.optimizers if cfg.tuning else build_optimizers
+        groups["optimizers"] = make_optimizers(job.tree["optimizers"], groups.get("models"))
         strategy.prepare_optimizers(members(groups["optimizers"], Optimizer))
     return groups, cls(**groups)
 

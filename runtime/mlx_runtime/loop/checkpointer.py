@@ -149,7 +149,8 @@ class Checkpointer:
         state["global_step"] = context.progress.global_step
         state["config"] = dict(context.shown_config)
         state["on_device"] = on_device(context.groups["tools"])
-        state["tuning"] = getattr(self._optimization.strategy.tuning, "epoch", 0)
+        if (tuning := self._optimization.strategy.tuning) is not None:
+            state["tuning"] = tuning.passes
         state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
         return state | {"scaler": self._optimization.state_dict()} | self._reporter.state_dict()
 
@@ -194,7 +195,7 @@ class Checkpointer:
         self._load_rank(prepared, metrics=True)
         self._optimization.load_state_dict(state["scaler"])
         if (tuning := self._optimization.strategy.tuning) is not None:
-            tuning.epoch = state.get("tuning", 0)
+            tuning.passes = state.get("tuning", 0)
         self._reporter.restore(state)
         self.step = progress.global_step = state["global_step"]
         context.cfg.start_epoch = progress.epoch = state["epoch"] + state["finished"]

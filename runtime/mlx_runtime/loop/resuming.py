@@ -240,8 +240,8 @@ def _set(optimizer: Optimizer, change: Change) -> bool:
 
     A learning rate without a schedule, which the loop may set itself, is set in all groups if none has it.
     """
-    own = [(group, _scaled(change, group)) for group in optimizer.param_groups if change.key in group]
-    groups = [(group, change) for group, change in own if change is not None]
+    every = [group for group in optimizer.param_groups if change.key in group]
+    groups = [(group, own) for group in every if (own := _scaled(change, group))]
     name = "initial_lr" if change.key == "lr" and any("initial_lr" in group for group, _ in groups) else change.key
     fitting = [item for item in groups if name in item[0] and _numbers(item[0][name]) == _numbers(item[1].before)]
     for group, change in fitting or (groups if name == "lr" else ()):
@@ -263,10 +263,9 @@ def _scaled(change: Change, group: Mapping[str, Any]) -> Change | None:
 def _set_base_lrs(schedulers: Iterable[Any], optimizer: Optimizer, change: Change) -> None:
     for scheduler in schedulers:
         if getattr(scheduler, "optimizer", None) is optimizer and hasattr(scheduler, "base_lrs"):
-            found = [_scaled(change, group) for group in optimizer.param_groups]
             scheduler.base_lrs = [
-                item.after if item is not None and base == item.before else base
-                for base, item in zip(scheduler.base_lrs, found, strict=False)
+                own.after if (own := _scaled(change, group)) and base == own.before else base
+                for base, group in zip(scheduler.base_lrs, optimizer.param_groups, strict=False)
             ]
         _set_base_lrs(getattr(scheduler, "_schedulers", ()), optimizer, change)
 

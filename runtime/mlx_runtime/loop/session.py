@@ -81,7 +81,7 @@ class Session:
         self.step_done: Callable[[int], None] = lambda number: None  # called with the global step after training steps
         self.waits: Callable[[], bool] = lambda: False  # called when a checkpoint or a stop is due: must it wait?
         self.before_save: Callable[[], None] = lambda: None
-        self.epoch_begins: Callable[[int], None] = lambda epoch: None  # called at its first step at the latest
+        self.turned_to: Callable[[int], None] = lambda number: None  # a leading training pass; -1 before the loop
         self._without_update: Pass | None = None  # the last training pass, until an optimizer updates the models
         self._own_steps: OwnSteps | None = None  # once needed
         self._begins_at: tuple[int, int] | None = None  # epoch and global step, until the loop has trained
@@ -105,7 +105,7 @@ class Session:
             agree([True], topology.device)  # nothing is recorded before all workers have restored
         else:
             self.reporter.begin()
-        self.epoch_begins(self.progress.epoch)
+        self.turned_to(-1)
         self._begins_at = cfg.start_epoch, self.progress.global_step
 
     def end(self) -> dict[str, float]:
@@ -203,6 +203,7 @@ class Session:
             self.optimization.forget_calls()
             if item.part.given == 1:
                 self.begin_epoch(item.loader.epoch - 1)
+                self.turned_to(item.loader.epoch - 1)
             self.optimization.begin_step(item.part, item.accumulate)
             self.progress.global_step += self.optimization.accumulation.first
         self.reporter.step(item, self.metrics.values(item))
@@ -337,7 +338,6 @@ class Session:
         if not self.progress.interrupted:
             self.end_epoch()
             self.progress.epoch = epoch
-        self.epoch_begins(epoch)
         if self.context.topology.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.context.topology.device)
         self.progress.interrupted = False
@@ -449,7 +449,6 @@ class Session:
             self.reporter.check_monitor(epoch)
             self._warn_of_differences()
         self._store(epoch, finished=finished)
-        self.epoch_begins(epoch + finished)  # as in a run that resumes from this checkpoint
         if own is not None:
             self.progress.epoch = epoch + 1
             if self.context.steps_left == 0:

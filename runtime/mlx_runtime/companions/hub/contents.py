@@ -14,7 +14,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from mlx_runtime.companions.hub.claims import FILE
 from mlx_runtime.companions.hub.remote import CARD, CHECKPOINTS, WEIGHTS
 from mlx_runtime.companions.hub.repository import File
-from mlx_runtime.errors import MlxError, StorageError, printable
+from mlx_runtime.errors import MlxError, StorageError, printable, short_message
 from mlx_runtime.loop.examples import EXAMPLES
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import ABOUT, list_checkpoints, position
@@ -91,8 +91,13 @@ class StagedRun:
 
 
 @contextlib.contextmanager
-def stage_run(folder: RunFolder, *, weights: bool) -> Iterator[StagedRun]:
-    """Provide a snapshot of a run within the block, which its driver does not change."""
+def stage_run(
+    folder: RunFolder, *, weights: bool, report: Callable[[str], object] = lambda line: None
+) -> Iterator[StagedRun]:
+    """Provide a snapshot of a run within the block, which its driver does not change.
+
+    `report` receives a line if there should be a file of its `weights`, and cannot be.
+    """
     target, storage = folder.path / STAGED, storage_at(folder.location)
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -118,12 +123,14 @@ def stage_run(folder: RunFolder, *, weights: bool) -> Iterator[StagedRun]:
         (target / CARD).write_text(card(record, target / folder.conf.name), encoding="utf-8")
         files |= {folder.record.name, CARD}
         if weights and step >= 0:
-            with contextlib.suppress(MlxError):  # a checkpoint without models, or a damaged one
-                from mlx_runtime.companions.sharding.consolidation import consolidate
+            from mlx_runtime.companions.sharding.consolidation import consolidate
 
-                best = (record.get("best") or {}).get("value") is not None
+            best = (record.get("best") or {}).get("value") is not None
+            try:
                 consolidate(folder, "best" if best else "latest", target / WEIGHTS)
                 files.add(WEIGHTS)
+            except MlxError as error:  # a checkpoint without models or frozen weights, or a damaged one
+                report(f"without   {WEIGHTS}: {short_message(error)}")
         yield StagedRun(storage, target, frozenset(files), max(0, step), latest)
     finally:
         shutil.rmtree(target, ignore_errors=True)

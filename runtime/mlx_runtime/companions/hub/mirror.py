@@ -129,7 +129,7 @@ class Mirror:
     def push(self, run: RunFolder) -> tuple[Claim, int]:
         """Upload a run that is not training. Return the claim, and the number of uploaded files."""
         record = records.load_record(run)
-        with stage_run(run, weights=True) as state:
+        with stage_run(run, weights=True, report=self.announce) as state:
             self._check(state)
             self.claim(run, max(1, run.attempts()))
             count = self.write(_title(state, record), state, status=records.status_of(record))
@@ -333,7 +333,7 @@ class Follower:
         elif self._record.resuming:  # the run never resumed, so the repository has its state
             self._mirror.write("Not resumed", None, status="STOPPED")
         else:
-            with stage_run(folder, weights=last) as state:
+            with stage_run(folder, weights=last, report=self._mirror.announce) as state:
                 title = _title(state, records.load_record(folder))
                 self._mirror.write(title, state, status=status if last else "RUNNING")
 

@@ -149,7 +149,10 @@ def load_into(
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             detail = " ".join(str(error).split())
             where = "self" if title == "own" else title
-            raise ConfigError(f"{where}.{name} in the checkpoint does not fit the config: {detail:.300}") from error
+            cure = "; cfg.transfer loads only weights" * (title == "optimizers")
+            raise ConfigError(
+                f"{where}.{name} in the checkpoint does not fit the config: {detail:.300}{cure}"
+            ) from error
     return [f"{title}.{name} is new: the checkpoint has no state for it" for name in unmatched if name in present]
 
 

@@ -26,17 +26,19 @@ from mlx_runtime.companions.hub.detection import refuse_secrets
 from mlx_runtime.companions.serving.exports import instructions, programs
 from mlx_runtime.companions.serving.exports.evidence import CHECK_S, collect, prove
 from mlx_runtime.companions.serving.exports.exported import EXPORT, PROGRAMS, VERSION, is_export, sha256_of
-from mlx_runtime.companions.serving.exports.merging import merge_adapters
+from mlx_runtime.companions.serving.exports.merging import merge_adapters, weights_of
 from mlx_runtime.companions.serving.loading import choose_checkpoint, load_parts
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.sharding import tensor_files
+from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.runs import snapshots
-from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.runs.checkpoints.groups import lacks_weights, members
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.reader import Run
 from mlx_runtime.storage.documents import now
@@ -139,9 +141,11 @@ def _fill(
         if "onnx" in wanted:
             report(f"writing   {PROGRAMS['onnx']}")
             programs.write_onnx(exported, staged / PROGRAMS["onnx"], list(schema.names), list(outputs))
-    models = members(parts.experiment.models, nn.Module).items()
-    weights = {f"{name}.{key}": item for name, model in models for key, item in model.state_dict().items()}
-    _write_tensors(staged / "weights.safetensors", weights)
+    weights, saved = staged / "weights.safetensors", CheckpointStore(parts.folder.checkpoints)
+    if "merged" in about or lacks_weights(saved.load(parts.checkpoint, whole=False)["models"]):
+        _write_tensors(weights, weights_of(parts.experiment, about.get("merged", ())))
+    else:  # of models that `predict` cannot have changed
+        consolidate(parts.folder, parts.checkpoint.name, weights)
     _write_tensors(staged / "examples.safetensors", examples)
     (staged / "schema.json").write_text(to_json(schema.document()))
     _write_code(staged, parts.folder)
