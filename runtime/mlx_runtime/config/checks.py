@@ -17,7 +17,7 @@ from mlx_runtime.config.constructors.signatures import (
 )
 from mlx_runtime.config.constructors.targets import import_problem, object_at, path_of
 from mlx_runtime.errors import suggest
-from mlx_runtime.sections import Tuning
+from mlx_runtime.sections import Transfer, Tuning
 
 REPLACED = {"cfg.restore_strict": " It is gone: delete it; if it was false, see cfg.transfer."}
 """Cures for settings of earlier versions, by key."""
@@ -90,9 +90,10 @@ def _value_problems(value: Any, hint: Any, key: str, owner: str) -> list[Problem
 
 def _node_problems(node: Tree, hint: Any, key: str, owner: str) -> Iterator[Problem]:
     path, target_key = node["_target_"], f"{key}._target_"
-    plain = f"{key}.".startswith("cfg.tuning.") and path != path_of(Tuning)
+    section = next((item for item in ("cfg.transfer", "cfg.tuning") if f"{key}.".startswith(f"{item}.")), None)
+    plain = section is not None and path not in map(path_of, (Transfer, Tuning))
     if plain or not isinstance(path, str):
-        needed = "allowed in cfg.tuning; remove it" if plain else "the dotted path of a class or function"
+        needed = f"allowed in {section}; remove it" if plain else "the dotted path of a class or function"
         yield Problem(target_key, f"{target_key} is {path!r:.100}, not {needed}")
         return
     try:

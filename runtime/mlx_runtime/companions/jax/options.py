@@ -34,6 +34,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "elastic.keep_global_batch": (Elastic().keep_global_batch, "wrap the optimizer in optax.MultiSteps"),
     "fragments": (Fragments(), "shard the model along an axis of cfg.mesh"),
     "replicas": (Replicas(), "average the parameters in the loop"),
+    "tuning": (None, "choose what trains with nnx.Optimizer(wrt=...) and optax.partition"),
     "sharding": (Sharding(), "shard the model along an axis of cfg.mesh"),
 }
 """Settings for torch, with their defaults and what JAX has instead."""

@@ -19,6 +19,7 @@ from mlx_runtime.errors import ConfigError, UsageError, suggest
 from mlx_runtime.loop.context import RunContext
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.loop.reporting import Reporter
+from mlx_runtime.runs.checkpoints.groups import stateful
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import named_run
 from mlx_runtime.sections import Transfer
@@ -78,7 +79,7 @@ def transfer(context: RunContext, reporter: Reporter) -> None:
     models, tables = context.groups.members("models"), {}
     shares, writes = context.shares_storage, context.topology.writes
     for name, given in rules.transfers(context.cfg.transfer).items():
-        model, values = unwrap(models[name]), {}
+        model, values = stateful(unwrap(models[name]), context.groups["models"], name), {}
         with rules.transfer_of(name):
             plan = Plan(given, name, model) if shares or writes else None
             for key, own in tensors_of(model).items():
@@ -112,7 +113,7 @@ class Plan:
         ConfigError: a source or a rule does not fit.
     """
 
-    def __init__(self, given: Transfer, name: str, model: torch.nn.Module) -> None:
+    def __init__(self, given: Transfer, name: str, model: Any) -> None:
         self._name = name
         self.sources, self._tensors = read_alike([*sources_of(given).values()], name, given.model)
         named = rules.named(given, self._tensors[0], self.sources[0].title)
@@ -163,14 +164,17 @@ class Plan:
         return [f"transfer  {self._name} from {titles}", *(f"          {line}" for line in groups)]
 
 
-def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     """Return the tensors in the state of a model."""
     return {name: item for name, item in model.state_dict().items() if isinstance(item, torch.Tensor)}
 
 
-def ties_of(model: torch.nn.Module) -> dict[str, list[str]]:
+def ties_of(model: Any) -> dict[str, list[str]]:
     """Return all names of each tensor in the state of a model, by each of them."""
-    held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    held: dict[str, torch.Tensor] = {}
+    if isinstance(model, torch.nn.Module):
+        held |= model.named_parameters(remove_duplicate=False)
+        held |= model.named_buffers(remove_duplicate=False)
     names: dict[object, list[str]] = {}
     keys = {name: id(held[name]) if name in held else name for name in tensors_of(model)}
     for name, key in keys.items():
