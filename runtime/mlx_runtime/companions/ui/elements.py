@@ -84,6 +84,19 @@ def picture(content: bytes, title: str) -> Any:
     return marimo.Html(f'<figure><img src="data:{kind};base64,{data}"><figcaption>{caption}</figcaption></figure>')
 
 
+def state(value: Any = None) -> Any:
+    """Return a state of marimo with a method `settle`: it sets a value, and cells run again only if that differs."""
+    get, change = marimo.state(value)
+
+    def settle(new: Any) -> None:
+        last = get()
+        if type(new) is not type(last) or not (new.equals(last) if isinstance(new, pandas.DataFrame) else new == last):
+            change(new)
+
+    get.settle = settle  # type: ignore[attr-defined]
+    return get
+
+
 def remember(name: str) -> Callable[[Any], None]:
     """Return a function that keeps a choice in the URL of the page."""
 
@@ -115,4 +128,4 @@ def choice(
     values = [label for label, option in shown.items() if option in remembered(name)]
     one = next(iter([*values, *(label for label, option in shown.items() if option == default), *shown]), None)
     settings |= {"options": shown, "value": values if kind == "multiselect" else one}
-    return getattr(marimo.ui, kind)(label=name, on_change=remember(name), **settings)
+    return getattr(marimo.ui, kind)(**{"label": name} | settings, on_change=remember(name))

@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import secrets
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,9 @@ def serve(roots: Sequence[str], *, host: str, port: int, token: str | None, edit
     MIDDLEWARE_REGISTRY.register("mlx", Middleware(Headers))
     secret = token or secrets.token_urlsafe(24)
     print(f"http://{host}:{port}/?access_token={secret if token is None else 'MLX_UI_TOKEN'}", flush=True)
+    sys.setswitchinterval(5e-4)  # marimo answers within 1/10 of the time while a storage of many runs is read
     for root in roots:
-        storage(root).read()  # while the browser starts
+        storage(root).begin()  # while the browser starts
     options = ["--host", host, "--port", str(port), "--token-password", secret, "--headless"]
     storages = [f"--storage={root}" for root in roots]  # in one word, because marimo looks for "="
     verb = ["edit", "--skip-update-check"] if edit else ["run", "--no-check", "--show-tracebacks"]

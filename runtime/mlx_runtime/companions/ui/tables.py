@@ -94,7 +94,7 @@ def runs_table(
     no_run = Row(RunFolder(Path("experiment/run_000")), "", {})
     cells = pandas.DataFrame(map_concurrently(_cells, rows), columns=None if rows else [*_cells(no_run)], dtype=object)
     # An integer of conf.yaml stays one, also if other runs lack it.
-    return cells.assign(**{name: [*cells[name]] for name in cells if not name.startswith("config.")})
+    return cells.assign(**{name: [*cells[name]] for name in cells if rows and not name.startswith("config.")})
 
 
 def roots(storage: str | Path | Iterable[str | Path] | None) -> list[str]:

@@ -252,6 +252,10 @@ def test_each_view_of_runs(browser: Browser, serve: Serve, storage: Path, tmp_pa
     page.until(f"{ELEMENTS}('.js-plotly-plot').some(plot => plot.layout.xaxis.range[1] > 99000)")
     show(page, 2)
     shows(page, "config.cfg.seed")
+    page.evaluate(f"{ELEMENTS}('td').forEach(cell => cell.setAttribute('data-old', ''))")
+    revise(storage / "digits/run_001", metrics={"loss": 0.1234})
+    time.sleep(5)  # two refreshes
+    assert page.evaluate(f"{ELEMENTS}('td[data-old]').length")  # what it shows has not changed
     shutil.rmtree(other)
     shows(page, f"{other} cannot be read: there is no storage")
 
@@ -369,7 +373,7 @@ def test_an_error_in_a_page_is_shown_in_its_own_cell(
     browser: Browser, serve: Serve, storage: Path, tmp_path: Path
 ) -> None:
     """Without the error of the third cell, everything else works."""
-    own_page(tmp_path, "    mo.vstack(views.differences(chosen))", "    mo.vstack(1 / 0)")
+    own_page(tmp_path, "    mo.vstack(views.differences(chosen()))", "    mo.vstack(1 / 0)")
     page = opened(browser, serve(storage), tab="Differences")
     shows(page, "ZeroDivisionError")
     shows(page, "broken/run_001/run.json")

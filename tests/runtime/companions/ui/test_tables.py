@@ -2,14 +2,17 @@
 
 import json
 import math
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from conftest import Mlx
 
 from mlx_runtime import metrics_table, runs_table
+from mlx_runtime.companions.ui import storages, views
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, claim_run
@@ -99,3 +102,21 @@ def test_means_over_runs_keep_their_peaks(recorded: Callable[..., RunFolder], tm
     assert [*epochs["step"][:2]] == [2, 5]
     with pytest.raises(UsageError, match="cannot group by 'lr'"):
         metrics_table(runs, by=["lr"])
+
+
+def test_what_shows_runs_of_an_empty_or_silent_storage_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storages, "WAIT_S", 0.5)
+    listed, live = views.overview(runs_table(tmp_path), [])
+    assert (len(listed), len(live)) == (0, 0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        options = f"?endpoint_override={endpoint}&scheme=http&region=eu-west-1"
+        places = [f"s3://bucket/runs/digits/{name}{options}" for name in ("run_001", "run_002")]
+        runs = pandas.DataFrame({"experiment": "digits", "run": ["run_001", "run_002"], "place": places})
+        for show in (
+            lambda: views.curves(runs, ["loss"], log=[], x="step"),
+            lambda: views.differences(runs),
+            lambda: views.run(places[0]),
+            lambda: views.sweep(runs.assign(**{"sweep.name": "sweep_001"})),
+        ):
+            assert "has not answered within 0.5 s" in show()[-1].text
