@@ -264,8 +264,6 @@ def stored_record(folder: RunFolder) -> dict[str, Any]:
 
 def load_labels(folder: RunFolder) -> dict[str, Any]:
     """Return the `tags` and the `note` of a run, as far as it has any; raise StorageError if they cannot be read."""
-    if folder.uri is None and not os.path.lexists(folder.path / LABELS):  # faster: listings ask for each run
-        return {}
     with read_errors(folder, LABELS), contextlib.suppress(FileNotFoundError):
         return from_json(folder.document(LABELS), {"tags": list_of(TEXT), "note": TEXT.or_null()})
     return {}

@@ -123,12 +123,11 @@ def start(draft: Draft, storage: str | None = None) -> Path:
     folder = Settings.read().cache / "started"
     folder.mkdir(parents=True, exist_ok=True)
     handle, log = tempfile.mkstemp(".log", time.strftime("%Y%m%d-%H%M%S-"), folder)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MLX_UI")}  # the page's secrets
     with os.fdopen(handle, "wb") as output:
         subprocess.Popen(
             [sys.executable, "-m", "mlx_runtime", "train", "run"],
             cwd=draft.project,
-            env=kept | ({"MLX_STORAGE": storage} if storage else {}),
+            env=dict(os.environ) | ({"MLX_STORAGE": storage} if storage else {}),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

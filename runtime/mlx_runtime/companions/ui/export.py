@@ -33,10 +33,15 @@ def write(roots: Sequence[str], chosen: Sequence[str], folder: Path) -> str:
             for title, place in zip(titles, runs["place"], strict=True)
         ]
         runs, titles = runs[wanted], titles[wanted]
-    if not 0 < len(runs) <= MOST_RUNS:
+    if not len(runs):
+        like = f" like {' or '.join(chosen)}" if chosen else ""
+        raise UsageError(f"there are no runs{like} in {', '.join(roots)}; list them with: mlx xp ls")
+    if len(runs) > MOST_RUNS:
         raise UsageError(f"{len(runs):,} runs would be exported; choose at most {MOST_RUNS}, like --run 'digits/*'")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty; choose another folder")
     except OSError as error:
         raise UsageError(f"cannot write {folder}: {error.strerror or error}; choose another folder") from error
     rows = summarize([folder_of(place) for place in runs["place"]])

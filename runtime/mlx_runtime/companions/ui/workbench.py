@@ -43,7 +43,6 @@ class _Server(ForkServer):
     def __init__(self, project: Path, digest: str) -> None:
         self.digest, self.users = digest, 0  # calls in progress
         self.lock = threading.Lock()  # held while requests are sent, which must not mix
-        os.environ.pop("MLX_UI_TOKEN", None)  # the project's code must not read it
         super().__init__(fresh=True, folder=project)
 
     def begin(self, number: int, function: str, ours: Any, theirs: Any) -> None:

@@ -3,19 +3,22 @@
 import json
 import math
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas
 import pytest
-from conftest import Mlx
+from conftest import Mlx, Start
+from faults import wait_for
 
 from mlx_runtime import metrics_table, runs_table
 from mlx_runtime.companions.ui import storages, views
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, claim_run
+from mlx_runtime.storage.local import one_at_a_time
 
 pytestmark = pytest.mark.pure
 
@@ -54,6 +57,19 @@ def test_a_table_of_runs_has_the_fields_of_a_listing_in_json(
     assert (row["tags"], row["note"], row["metrics.loss"], row["config.adam.lr"]) == (["b"], "the best", 0.5, 0.1)
     assert table.iloc[1]["status"] == "UNREADABLE"
     assert "run_002/run.json" in table.iloc[1]["problem"]
+
+
+@pytest.mark.process
+def test_two_who_tag_a_run_at_once_lose_no_tag(
+    recorded: Callable[..., RunFolder], start: Start, tmp_path: Path
+) -> None:
+    run, cache = recorded([]).path, tmp_path / "cache"
+    with one_at_a_time(cache / "locks", str(run.resolve())):
+        process = start(tmp_path, "xp", "tag", str(run), "--add", "b", MLX_CACHE=str(cache))
+        time.sleep(3)
+        assert process.poll() is None
+        (run / records.LABELS).write_text('{"tags": ["a"]}')
+    assert wait_for(process.output) == "digits/run_001: a, b\n"
 
 
 def test_a_changed_record_is_read_again(recorded: Callable[..., RunFolder], tmp_path: Path) -> None:

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.process
 CODE = """
 import os, pathlib, sys, time
 
-IMPORTED_IN, TOKEN = os.getcwd(), os.environ.get("MLX_UI_TOKEN")
+IMPORTED_IN = os.getcwd()
 
 class Endless:
     def __init__(self):
         time.sleep(1000)
 
 def size(rows):
-    return {"size": len(rows), "nan": float("nan"), "places": [os.getcwd(), IMPORTED_IN, TOKEN], "pid": os.getpid()}
+    return {"size": len(rows), "nan": float("nan"), "places": [os.getcwd(), IMPORTED_IN], "pid": os.getpid()}
 
 def hang():
     Endless()
@@ -80,13 +80,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_call_runs_in_the_project_and_in_no_other_process(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLX_UI_TOKEN", "secret")
+def test_a_call_runs_in_the_project_and_in_no_other_process(project: Path) -> None:
     bench, path, before = Workbench(project), [*sys.path], {name: sys.modules.get(name) for name in ("src", "src.work")}
     first, second = (bench.call("src.work:size", ["a", {"b": 1}]) for _ in range(2))
     assert first["size"] == 2
     assert first["nan"] != first["nan"]
-    assert first["places"] == [str(project), str(project), None]
+    assert first["places"] == [str(project), str(project)]
     assert len({first["pid"], second["pid"], os.getpid()}) == 3
     assert sys.path == path
     assert {name: sys.modules.get(name) for name in before} == before
