@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 
 import pytest
 from browser import Browser, Page
-from conftest import ROOT, Mlx, Start
+from conftest import Mlx, Start
 from faults import wait_for
 from stored_sweeps import store_search
 
@@ -312,8 +312,10 @@ TYPE = f"""(() => {{
 
 
 def test_an_export_works_without_a_network(browser: Browser, mlx: Mlx, storage: Path, tmp_path: Path) -> None:
-    done = mlx(tmp_path, "xp", "ui", str(storage), "--export", "pages", "--run", "shapes/*", "--run", "broken/*")
-    assert done.stdout == "pages/index.html\n", done.stderr
+    chosen = ("--run", "shapes/*", "--run", "broken/*")
+    for runs in ((), chosen):  # the second export replaces the first one
+        done = mlx(tmp_path, "xp", "ui", str(storage), "--export", "pages", *runs)
+        assert done.stdout == "pages/index.html\n", done.stderr
     page = browser.page()
     page.open(tmp_path / "pages/index.html")
     text = page.evaluate("document.body.innerText")
@@ -323,7 +325,7 @@ def test_an_export_works_without_a_network(browser: Browser, mlx: Mlx, storage: 
     assert page.evaluate("[...document.querySelectorAll('td a')].map(item => item.getAttribute('href'))") == [
         f"run_{number:03d}.html" for number in (1, 2, 3)
     ]
-    assert (tmp_path / "pages/run_003.html").is_file()
+    assert len([*(tmp_path / "pages").iterdir()]) == 4
     assert page.errors() == []
 
 
@@ -357,7 +359,7 @@ def test_what_cannot_be_served_is_told_in_a_line(mlx: Mlx, storage: Path, tmp_pa
             (["--edit"], f"there is no dashboard.py in {tmp_path}; copy the packaged one"),
             (["--run", "digits/*"], "--run belongs to --export"),
             (["--export", "pages", "--run", "nothing"], f"there are no runs like nothing in {storage}; list them"),
-            (["--export", str(storage)], f"{storage} is not empty; choose another folder"),
+            (["--export", str(storage)], f"{storage} is not empty, and has no earlier export; choose another folder"),
         ):
             done = mlx(tmp_path, "xp", "ui", str(storage), *options)
             assert done.returncode == 2
@@ -366,11 +368,8 @@ def test_what_cannot_be_served_is_told_in_a_line(mlx: Mlx, storage: Path, tmp_pa
 
 
 @pytest.mark.pure
-def test_the_page_of_a_generated_experiment_is_the_packaged_one() -> None:
-    page = ROOT / "<<cookiecutter.experiment_name>>" / "dashboard.py"
-    assert page.read_text() == server.PACKAGED.read_text()
-    assert len(page.read_text().splitlines()) <= 200
-    assert [file.name for file in server.PACKAGED.parent.iterdir() if file.name != "__pycache__"] == ["dashboard.py"]
+def test_the_page_is_short() -> None:
+    assert len(server.PACKAGED.read_text().splitlines()) <= 200
 
 
 def test_an_error_in_a_page_is_shown_in_its_own_cell(
