@@ -78,7 +78,7 @@ def _(elements, listed, mo, set_selected, tab):
 
     def _choose(rows):
         places = [_places[row] for row in rows["#"]][:50]
-        elements.remember("run")(places)
+        elements.remember("run", places)
         set_selected(places)
 
     elements.table(

@@ -45,13 +45,16 @@ def new(kind: Kind, name: str, output: Path, runtime: str = "") -> Path:
     folder = output / name
     if folder.exists():
         raise UsageError(f"{folder} already exists; choose another name, or another folder with -o")
-    packaged = PACKAGED.is_dir()
-    source = str((PACKAGED if packaged else CHECKOUT) / kind.template)
-    answers = {f"{kind.file.stem}_name": name, "_runtime": runtime or (requirement() if packaged else "")}
+    answers = {f"{kind.file.stem}_name": name, "_runtime": runtime or (requirement() if PACKAGED.is_dir() else "")}
     try:
-        return Path(cookiecutter(source, no_input=True, output_dir=str(output), extra_context=answers))
+        return Path(cookiecutter(str(template(kind)), no_input=True, output_dir=str(output), extra_context=answers))
     except (CookiecutterException, OSError) as error:
         raise MlxError(f"cannot create {folder}: {error}") from error
+
+
+def template(kind: Kind) -> Path:
+    """Return the folder of the template of a kind of project, in this package or this checkout."""
+    return (PACKAGED if PACKAGED.is_dir() else CHECKOUT) / kind.template
 
 
 def requirement() -> str:

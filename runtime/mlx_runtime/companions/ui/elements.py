@@ -5,7 +5,7 @@ import functools
 import html
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import marimo
@@ -97,14 +97,10 @@ def state(value: Any = None) -> Any:
     return get
 
 
-def remember(name: str) -> Callable[[Any], None]:
-    """Return a function that keeps a choice in the URL of the page."""
-
-    def keep(value: Any) -> None:
-        items = value if isinstance(value, list) else [] if value is None else [value]
-        marimo.query_params().set(name, "\n".join(map(str, items)))
-
-    return keep
+def remember(name: str, value: Any) -> None:
+    """Keep a choice in the URL of the page."""
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    marimo.query_params().set(name, "\n".join(map(str, items)))
 
 
 def remembered(name: str) -> list[str]:
@@ -128,4 +124,4 @@ def choice(
     values = [label for label, option in shown.items() if option in remembered(name)]
     one = next(iter([*values, *(label for label, option in shown.items() if option == default), *shown]), None)
     settings |= {"options": shown, "value": values if kind == "multiselect" else one}
-    return getattr(marimo.ui, kind)(**{"label": name} | settings, on_change=remember(name))
+    return getattr(marimo.ui, kind)(**{"label": name} | settings, on_change=functools.partial(remember, name))

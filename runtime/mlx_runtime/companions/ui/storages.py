@@ -1,6 +1,9 @@
 """The storages that a page shows: read in threads, because one that does not answer must not hold the page."""
 
+import contextlib
 import functools
+import gc
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -8,9 +11,10 @@ from typing import Any
 
 import pandas
 
-from mlx_runtime.companions.ui.tables import folder_of, roots, runs_table
+from mlx_runtime.companions.ui.tables import RECORDS, folder_of, roots, runs_table
 from mlx_runtime.errors import StorageError, short_message
 from mlx_runtime.storage.files import storage_at
+from mlx_runtime.workers.fork_server import die_with_parent
 
 WAIT_S = 5.0
 """Time for a storage to answer; after that, its runs are shown as last read."""
@@ -24,7 +28,7 @@ class Reader:
         problem: a line, if the last call failed, or takes longer than `WAIT_S`.
     """
 
-    def __init__(self, root: str, read: Callable[[], Any]) -> None:
+    def __init__(self, root: str, read: Callable[[str], Any]) -> None:
         self.value: Any = None
         self.problem: str | None = None
         self._root, self._read = root, read
@@ -35,12 +39,12 @@ class Reader:
         """True during a call."""
         return self._thread.is_alive()
 
-    def begin(self) -> None:
-        """Begin a call, unless another tab has."""
+    def begin(self, read: Callable[[str], Any] | None = None) -> None:
+        """Begin a call, unless another tab has; optionally, of another function."""
         with self._lock:
             if not self.reads:
                 self._began_s = time.monotonic()
-                self._thread = threading.Thread(target=self._work, name=self._root, daemon=True)
+                self._thread = threading.Thread(target=self._work, args=[read or self._read], daemon=True)
                 self._thread.start()
 
     def wait(self) -> None:
@@ -49,22 +53,44 @@ class Reader:
         if self.reads:
             self.problem = f"{self._root} has not answered within {WAIT_S:g} s; its runs are listed as last read"
 
-    def _work(self) -> None:
+    def _work(self, read: Callable[[str], Any]) -> None:
         try:
-            self.value, self.problem = self._read(), None
+            self.value, self.problem = read(self._root), None
         except Exception as error:  # also of libraries: a thread would end without a word
             self.problem = f"{self._root} cannot be read: {short_message(error)}"
 
 
-@functools.cache
-def storage(root: str) -> Reader:
-    """Return the table of the runs of a storage, which all tabs share."""
-    return Reader(root, lambda: runs_table(root))
+storage = functools.cache(lambda root: Reader(root, runs_table))
+"""The table of the runs of a storage, which all tabs share."""
+
+_experiments = functools.cache(lambda root: Reader(root, lambda root: storage_at(root).names()))
 
 
-@functools.cache
-def _experiments(root: str) -> Reader:
-    return Reader(root, lambda: storage_at(root).names())
+def begin(roots: Iterable[str]) -> None:
+    """Begin to read storages, each in another process, because threads would slow down the start of the server."""
+    pipes = {}
+    for root in roots:  # all of them before there are threads, which must not be forked
+        pipes[root], theirs = multiprocessing.Pipe(duplex=False)
+        multiprocessing.get_context("fork").Process(target=_send, args=[root, theirs], daemon=True).start()
+        theirs.close()
+    for root, ours in pipes.items():
+        storage(root).begin(functools.partial(_receive, ours))
+
+
+def _receive(connection: Any, root: str) -> Any:
+    try:
+        table, known = connection.recv()
+    except EOFError:  # it could not be read
+        return runs_table(root)
+    RECORDS.update(known)
+    return table
+
+
+def _send(root: str, connection: Any) -> None:
+    die_with_parent()
+    gc.disable()  # it takes a quarter of the time
+    with contextlib.suppress(Exception, KeyboardInterrupt):
+        connection.send((runs_table(root), RECORDS.entries))
 
 
 def check(places: Iterable[str]) -> None:

@@ -42,7 +42,7 @@ class FileCache:
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, threading.Lock()
-        self._entries: collections.OrderedDict[Path, tuple[Any, Any]] = collections.OrderedDict()
+        self.entries: collections.OrderedDict[Path, tuple[Any, Any]] = collections.OrderedDict()
 
     def get(self, folder: RunFolder, name: str, read: Callable[[], Any]) -> Any:
         """Return what `read` returns for a file of a run, perhaps from an earlier call."""
@@ -53,14 +53,19 @@ class FileCache:
             return read()
         stamp = (facts.st_ino, facts.st_mtime_ns, facts.st_size)
         with self._lock:
-            known, value = self._entries.get(path, (None, None))
+            known, value = self.entries.get(path, (None, None))
         if known != stamp:
             value = read()
             with self._lock:
-                self._entries[path] = (stamp, value)
-                if len(self._entries) > self._size:
-                    self._entries.popitem(last=False)
+                self.entries[path] = (stamp, value)
+                if len(self.entries) > self._size:
+                    self.entries.popitem(last=False)
         return value
+
+    def update(self, entries: Mapping[Path, tuple[Any, Any]]) -> None:
+        """Add the `entries` of the cache of another process."""
+        with self._lock:
+            self.entries.update(entries)
 
 
 RECORDS, METRICS = FileCache(50_000), FileCache(50)

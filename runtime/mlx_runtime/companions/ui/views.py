@@ -53,7 +53,7 @@ def overview(runs: pandas.DataFrame, columns: Sequence[str]) -> tuple[pandas.Dat
             "best": runs["best"],
             "last": last,
             "tags": runs["tags"].map(", ".join),
-            "note": runs["note"],
+            "note": runs["note"].fillna(""),
             "start": runs["start"].map(lambda time: time[:19].replace("T", " ") if isinstance(time, str) else None),
             "minutes": (runs["duration_s"] / 60).round(1),
             "place": runs["place"],
