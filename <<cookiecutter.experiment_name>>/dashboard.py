@@ -43,12 +43,13 @@ def _(elements, mo):
 @app.cell
 def _(elements, get_late, mo, names, problems, refresh, runs, set_late, storages):
     # Read all runs, soon again if a storage has not answered yet.
-    refresh.value, get_late()
-    _runs, _problems, _is_late = storages.read(mo.cli_args().get_all("storage"))
+    # A new tab shows at once what was read within the last 5 s.
+    _age_s = 0 if refresh.value or get_late() else 5
+    _runs, _problems, _is_late = storages.read(mo.cli_args().get_all("storage"), _age_s)
     runs.settle(_runs)
     names.settle([*_runs])
     problems.settle(_problems)
-    again = mo.ui.refresh(default_interval="2s", on_change=set_late)
+    again = mo.ui.refresh(default_interval="1s", on_change=set_late)
     mo.vstack([elements.problems(_problems), *([again] if _is_late else [])])
     return (again,)
 

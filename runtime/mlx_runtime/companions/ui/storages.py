@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import math
 import multiprocessing
 import threading
 import time
@@ -32,17 +33,18 @@ class Reader:
         self.value: Any = None
         self.problem: str | None = None
         self._root, self._read = root, read
-        self._lock, self._thread, self._began_s = threading.Lock(), threading.Thread(), 0.0
+        self._lock, self._thread = threading.Lock(), threading.Thread()
+        self._began_s, self._ended_s = 0.0, -math.inf  # of the last call, and the last one that has returned
 
     @property
     def reads(self) -> bool:
         """True during a call."""
         return self._thread.is_alive()
 
-    def begin(self, read: Callable[[str], Any] | None = None) -> None:
-        """Begin a call, unless another tab has; optionally, of another function."""
+    def begin(self, read: Callable[[str], Any] | None = None, age_s: float = 0.0) -> None:
+        """Begin a call, optionally of another function, unless another tab has, or the value is no older than this."""
         with self._lock:
-            if not self.reads:
+            if not self.reads and time.monotonic() - self._ended_s >= age_s:
                 self._began_s = time.monotonic()
                 self._thread = threading.Thread(target=self._work, args=[read or self._read], daemon=True)
                 self._thread.start()
@@ -55,7 +57,7 @@ class Reader:
 
     def _work(self, read: Callable[[str], Any]) -> None:
         try:
-            self.value, self.problem = read(self._root), None
+            self.value, self.problem, self._ended_s = read(self._root), None, time.monotonic()
         except Exception as error:  # also of libraries: a thread would end without a word
             self.problem = f"{self._root} cannot be read: {short_message(error)}"
 
@@ -103,11 +105,14 @@ def check(places: Iterable[str]) -> None:
             raise StorageError(reader.problem)
 
 
-def read(given: Sequence[str]) -> tuple[pandas.DataFrame, list[str], bool]:
-    """Read storages. Return their runs, newest first, what cannot be read, and whether one has yet to answer."""
+def read(given: Sequence[str], age_s: float = 0.0) -> tuple[pandas.DataFrame, list[str], bool]:
+    """Read storages. Return their runs, newest first, what cannot be read, and whether one has yet to answer.
+
+    What was read within the last `age_s` seconds, perhaps for another tab, is not read again.
+    """
     found = [storage(root) for root in given or roots(None)]
     for item in found:
-        item.begin()
+        item.begin(age_s=age_s)
     for item in found:
         item.wait()
     known = [item.value for item in found if item.value is not None and len(item.value)]
