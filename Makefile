@@ -62,6 +62,7 @@ docs: $(VENV)/.dev ## update the command output and the pictures in README.md an
 	$(BIN)/python docs/api.py
 	$(BIN)/python docs/readme.py
 	$(BIN)/python docs/screenshot.py
+	$(BIN)/python docs/page.py
 	$(BIN)/python docs/tuning.py
 
 dist: ## build the wheel of the runtime, which contains the templates, in dist/

@@ -15,10 +15,9 @@ def _():
 def _():
     import pathlib
 
-    from mlx_runtime import metrics_table
-    from mlx_runtime.companions.ui import charts, composer, drawing, elements, storages, views
+    from mlx_runtime.companions.ui import composer, drawing, elements, storages, views
 
-    return pathlib, charts, composer, drawing, elements, metrics_table, storages, views
+    return pathlib, composer, drawing, elements, storages, views
 
 
 @app.cell
@@ -27,58 +26,64 @@ def _(elements, mo):
         "radio", "tab", ["Runs", "Curves", "Differences", "Run", "Sweep", "Drawing", "Compose"], "Runs", inline=True
     )
     refresh = mo.ui.refresh(options=["2s", "10s", "1m"], default_interval="10s")
-    get_runs, set_runs = mo.state(None)  # all runs
-    get_columns, set_columns = mo.state([])  # the columns of their table
-    get_listed, set_listed = mo.state(None)  # the list as it is shown
-    get_chosen, set_chosen = mo.state(elements.remembered("run"))
     mo.hstack([tab, refresh])
-    return get_chosen, get_columns, get_listed, get_runs, refresh, set_chosen, set_columns, set_listed, set_runs, tab
+    return refresh, tab
 
 
 @app.cell
-def _(elements, get_columns, get_runs, mo, refresh, set_columns, set_runs, storages):
-    # Read all runs. The cells that show them run again only if something has changed.
-    refresh.value  # noqa: B018
-    _runs, _problems = storages.read(mo.cli_args().get_all("storage"))
-    if not _runs.equals(get_runs()):
-        set_runs(_runs)
-    if [*_runs] != get_columns():
-        set_columns([*_runs])
-    elements.problems(_problems)
-    return
+def _(elements, mo):
+    # Cells that use one of these run again when its value changes, rather than at each refresh.
+    runs, listed, chosen, trials = (elements.state() for _ in range(4))
+    problems, names, sweeps = (elements.state([]) for _ in range(3))
+    get_selected, set_selected = mo.state(elements.remembered("run"))
+    get_late, set_late = mo.state(None, allow_self_loops=True)
+    return chosen, get_late, get_selected, listed, names, problems, runs, set_late, set_selected, sweeps, trials
 
 
 @app.cell
-def _(elements, get_columns, mo, tab):
-    _keys = sorted(name for name in get_columns() if name.startswith(("config.", "metrics.", "sweep.")))
+def _(elements, get_late, mo, names, problems, refresh, runs, set_late, storages):
+    # Read all runs, soon again if a storage has not answered yet.
+    # A new tab shows at once what was read within the last 5 s.
+    _age_s = 0 if refresh.value or get_late() else 5
+    _runs, _problems, _is_late = storages.read(mo.cli_args().get_all("storage"), _age_s)
+    runs.settle(_runs)
+    names.settle([*_runs])
+    problems.settle(_problems)
+    again = mo.ui.refresh(default_interval="1s", on_change=set_late)
+    mo.vstack([elements.problems(_problems), *([again] if _is_late else [])])
+    return (again,)
+
+
+@app.cell
+def _(elements, mo, names, tab):
+    _keys = sorted(name for name in names() if name.startswith(("config.", "metrics.", "sweep.")))
     columns = elements.choice("multiselect", "columns", _keys)
     mo.hstack([columns], justify="start") if tab.value == "Runs" else None
     return (columns,)
 
 
 @app.cell
-def _(columns, elements, get_listed, get_runs, mo, set_listed, tab, views):
+def _(columns, elements, listed, mo, runs, tab, views):
     # Runs that train, with numbers that move. The list below is drawn again only if it has changed.
-    mo.stop(tab.value != "Runs" or get_runs() is None)
-    _listed, _live = views.overview(get_runs(), columns.value)
-    if not _listed.equals(get_listed()):
-        set_listed(_listed)
+    mo.stop(tab.value != "Runs" or runs() is None)
+    _listed, _live = views.overview(runs(), columns.value)
+    listed.settle(_listed)
     elements.table(_live, label="Training now") if len(_live) else None
     return
 
 
 @app.cell
-def _(elements, get_listed, mo, set_chosen, tab):
-    mo.stop(tab.value != "Runs" or get_listed() is None)
-    _places, _chosen = [*get_listed()["place"]], elements.remembered("run")
+def _(elements, listed, mo, set_selected, tab):
+    mo.stop(tab.value != "Runs" or listed() is None)
+    _places, _chosen = [*listed()["place"]], elements.remembered("run")
 
     def _choose(rows):
         places = [_places[row] for row in rows["#"]][:50]
-        elements.remember("run")(places)
-        set_chosen(places)
+        elements.remember("run", places)
+        set_selected(places)
 
     elements.table(
-        get_listed().drop(columns="place"),
+        listed().drop(columns="place"),
         selection="multi",
         initial_selection=[row for row, place in enumerate(_places) if place in _chosen],
         on_change=_choose,
@@ -89,18 +94,18 @@ def _(elements, get_listed, mo, set_chosen, tab):
 
 
 @app.cell
-def _(get_chosen, get_runs, mo):
-    # The chosen runs, at most 50; without a choice, the newest three.
-    mo.stop(get_runs() is None)
-    chosen = get_runs()[get_runs()["place"].isin(get_chosen())]
-    chosen = chosen.head(50) if len(chosen) else get_runs().head(3)
-    return (chosen,)
+def _(chosen, get_selected, mo, runs):
+    # The selected runs, at most 50; without a selection, the newest three.
+    mo.stop(runs() is None)
+    _chosen = runs()[runs()["place"].isin(get_selected())]
+    chosen.settle((_chosen.head(50) if len(_chosen) else runs().head(3)).reset_index(drop=True))
+    return
 
 
 @app.cell
-def _(elements, get_columns, mo, tab):
-    _metrics = [name.removeprefix("metrics.") for name in get_columns() if name.startswith("metrics.")]
-    _groups = ["experiment", *(name for name in get_columns() if name.startswith(("config.", "sweep.")))]
+def _(elements, mo, names, tab):
+    _metrics = [name.removeprefix("metrics.") for name in names() if name.startswith("metrics.")]
+    _groups = ["experiment", *(name for name in names() if name.startswith(("config.", "sweep.")))]
     metrics = elements.choice("multiselect", "metrics", _metrics)
     x = elements.choice("dropdown", "x", ["step", "epoch", "time"], "step")
     log = elements.choice("multiselect", "log", ["x", "y"])
@@ -111,25 +116,28 @@ def _(elements, get_columns, mo, tab):
 
 
 @app.cell
-def _(by, charts, chosen, elements, log, metrics, metrics_table, mo, smooth, tab, views, x):
-    mo.stop(tab.value != "Curves")
-    _names = metrics.value or views.main_metrics(chosen)
-    _table = metrics_table(chosen, _names, x=x.value, by=by.value or None, smooth=float(smooth.value))
-    _figures = charts.curves(_table, x=x.value, log=log.value, labels=views.labels(chosen))
-    mo.vstack([elements.problems(_table.attrs["problems"].values()), *map(mo.ui.plotly, _figures)])
+def _(by, chosen, log, metrics, mo, problems, smooth, tab, views, x):
+    mo.stop(tab.value != "Curves" or chosen() is None)
+    problems()  # a storage may answer again
+    _options = {"x": x.value, "by": by.value or None, "smooth": float(smooth.value)}
+    mo.vstack(views.curves(chosen(), metrics.value, log=log.value, **_options))
     return
 
 
 @app.cell
-def _(chosen, mo, tab, views):
-    mo.stop(tab.value != "Differences")
-    mo.vstack(views.differences(chosen))
+def _(chosen, mo, problems, tab, views):
+    mo.stop(tab.value != "Differences" or chosen() is None)
+    problems()
+    mo.vstack(views.differences(chosen()))
     return
 
 
 @app.cell
 def _(chosen, elements, mo, tab, views):
-    run = elements.choice("dropdown", "of", {label: place for place, label in views.labels(chosen).items()})
+    mo.stop(chosen() is None)
+    run = elements.choice(
+        "dropdown", "of", {label: place for place, label in views.labels(chosen()).items()}, label="run"
+    )
     mo.hstack([run], justify="start") if tab.value == "Run" else None
     return (run,)
 
@@ -143,16 +151,26 @@ def _(mo, refresh, run, tab, views):
 
 
 @app.cell
-def _(elements, get_runs, mo, tab, views):
-    mo.stop(tab.value != "Sweep" or get_runs() is None)
-    sweep = elements.choice("dropdown", "sweep", views.sweeps(get_runs()))
-    mo.hstack([sweep], justify="start")
+def _(elements, mo, sweeps, tab):
+    sweep = elements.choice("dropdown", "sweep", sweeps())
+    mo.hstack([sweep], justify="start") if tab.value == "Sweep" else None
     return (sweep,)
 
 
 @app.cell
-def _(mo, sweep, views):
-    mo.vstack(views.sweep(sweep.value) if sweep.value else [mo.plain_text("There are no sweeps.")])
+def _(mo, runs, sweep, sweeps, tab, trials, views):
+    mo.stop(tab.value != "Sweep" or runs() is None)
+    _found = views.sweeps(runs())
+    sweeps.settle([*_found])
+    trials.settle(_found.get(sweep.value))
+    return
+
+
+@app.cell
+def _(mo, problems, tab, trials, views):
+    mo.stop(tab.value != "Sweep")
+    problems()
+    mo.vstack(views.sweep(trials()) if trials() is not None else [mo.plain_text("There are no sweeps.")])
     return
 
 

@@ -97,7 +97,6 @@ HOMES = {
         "companions.ui.composer",
         "companions.ui.drawing",
         "companions.ui.elements",
-        "companions.ui.page.dashboard",
         "companions.ui.server",
         "companions.ui.views",
     },

@@ -82,7 +82,7 @@ FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 NAME = Kind("the name of a file or folder", is_name)
 COUNT = Kind("a whole number", lambda value: type(value) is int and abs(value) < LARGEST)
 NUMBER = Kind("a number", lambda value: COUNT.fits(value) or isinstance(value, float))
-SCALAR = Kind("text, a number or a flag", lambda value: isinstance(value, str | bool | None) or NUMBER.fits(value))
+SCALAR = Kind("text, a number or a flag", lambda v: v is None or isinstance(v, (str, bool)) or NUMBER.fits(v))
 TIME = Kind("a time with its offset from UTC", _is_time)
 
 

@@ -167,7 +167,9 @@ class Storage(abc.ABC):
     def document(self, *parts: str) -> bytes:
         """Return the content of a small file; raise IrregularError if it is larger than `DOCUMENT_BYTES`."""
         with self.open(*parts) as stream:
-            content: bytes = stream.read(DOCUMENT_BYTES + 1)
+            content: bytes = stream.read(1 << 16)
+            if len(content) == 1 << 16:  # to read the limit at once would allocate as much, even for a small file
+                content += stream.read(DOCUMENT_BYTES + 1 - len(content))
         if len(content) > DOCUMENT_BYTES:
             raise IrregularError(errno.EFBIG, f"it has more than {DOCUMENT_BYTES:,} bytes", self.of(*parts))
         return content

@@ -46,13 +46,18 @@ def new(kind: Kind, name: str, output: Path, runtime: str = "", variant: str = "
     folder = output / name
     if folder.exists():
         raise UsageError(f"{folder} already exists; choose another name, or another folder with -o")
-    packaged = PACKAGED.is_dir()
-    source = str((PACKAGED if packaged else CHECKOUT) / (variant or kind.template))
-    answers = {f"{kind.file.stem}_name": name, "_runtime": runtime or (requirement() if packaged else "")}
+    answers = {f"{kind.file.stem}_name": name, "_runtime": runtime or (requirement() if PACKAGED.is_dir() else "")}
     try:
-        return Path(cookiecutter(source, no_input=True, output_dir=str(output), extra_context=answers))
+        return Path(
+            cookiecutter(str(template(kind, variant)), no_input=True, output_dir=str(output), extra_context=answers)
+        )
     except (CookiecutterException, OSError) as error:
         raise MlxError(f"cannot create {folder}: {error}") from error
+
+
+def template(kind: Kind, variant: str = "") -> Path:
+    """Return the folder of the template of a kind of project, or of its variant, in this package or this checkout."""
+    return (PACKAGED if PACKAGED.is_dir() else CHECKOUT) / (variant or kind.template)
 
 
 def requirement() -> str:

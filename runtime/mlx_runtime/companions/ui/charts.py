@@ -34,9 +34,9 @@ def curves(
     figures = []
     for key, rows in table.groupby("key", sort=False):
         figure = graph_objects.Figure()
-        lines: Iterable[tuple[Any, pandas.DataFrame]] = [((), rows)]
-        if groups:
-            lines = rows.groupby(groups, sort=False, dropna=False)
+        lines: Iterable[tuple[Any, pandas.DataFrame]] = (
+            rows.groupby(groups, sort=False, dropna=False) if groups else [((), rows)]
+        )
         for values, line in lines:
             legend = name((labels or {}).get(values[0], values[-1])) if "place" in table else _group(groups, values)
             color = colors.setdefault(legend if "place" not in table else values[0], COLORS[len(colors) % len(COLORS)])

@@ -14,7 +14,9 @@ from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 from mlx_runtime.runs import records
 from mlx_runtime.runs.queries import lookup
+from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import join_path, storage_at, storage_errors, to_json
+from mlx_runtime.storage.local import one_at_a_time
 
 DRAW_S = 600.0
 """Time limit for building the models, with the beginning of the loop."""
@@ -71,12 +73,13 @@ def xp_tag(name: str, run: str | None, add: tuple[str, ...], remove: tuple[str, 
     if run is None and "/" not in name:
         raise UsageError(f"which run? For the latest: mlx xp tag {name} latest")
     folder = lookup.resolve_run(name, run)
-    labels = records.load_labels(folder)
-    tags = [tag for tag in dict.fromkeys([*labels.get("tags", []), *add]) if tag not in remove]
-    labels = labels | {"tags": tags} | ({} if note is None else {"note": note or None})
-    if add or remove or note is not None:
-        with storage_errors(f"cannot write {join_path(folder.location, records.LABELS)}"):
-            storage_at(folder.location).write(to_json(labels).encode(), records.LABELS)
+    with one_at_a_time(Settings.read().cache / "locks", str(folder.path.resolve())):
+        labels = records.load_labels(folder)
+        tags = [tag for tag in dict.fromkeys([*labels.get("tags", []), *add]) if tag not in remove]
+        labels = labels | {"tags": tags} | ({} if note is None else {"note": note or None})
+        if add or remove or note is not None:
+            with storage_errors(f"cannot write {join_path(folder.location, records.LABELS)}"):
+                storage_at(folder.location).write(to_json(labels).encode(), records.LABELS)
     say(f"{folder.title}: {', '.join(tags) or 'no tags'}{'; ' if labels.get('note') else ''}{labels.get('note') or ''}")
 
 
@@ -95,7 +98,7 @@ def xp_ui(
     The page is dashboard.py of the experiment, a marimo notebook, or the one of this package. Its URL has a token; with
     MLX_UI_TOKEN, it is yours.
     """
-    token = os.environ.pop("MLX_UI_TOKEN", None)  # processes that the page starts do not get it
+    token = os.environ.pop("MLX_UI_TOKEN", None)  # no process that the page starts gets it
     require("marimo", "the page")  # first, because its extra brings all others
     from mlx_runtime.companions.ui import export as pages
     from mlx_runtime.companions.ui import server

@@ -174,9 +174,12 @@ def _findings(state: Composer, draft: composing.Draft, report: dict[str, Any]) -
     return [
         mo.callout(mo.plain_text(problems or "no problems"), kind="danger" if problems else "success"),
         mo.hstack([save, state.button("Drop changes", state.open)], justify="start"),
-        state.form("Save as variant", mo.ui.text(label="Name"), state.turn, state.save_variant),
+        state.form("Save as variant", mo.ui.text(label="Name of a new variant"), state.turn, state.save_variant),
         state.button("Start run", lambda: f"started; output in {composing.start(state.draft, state.storage)}"),
-        mo.plain_text("With variants or other values: mlx train run --variant NAME KEY=VALUE"),
+        mo.plain_text(
+            f"It is stored in {state.storage or 'cfg.storage_path, or MLX_STORAGE'}, whatever the page shows.\n"
+            "With variants or other values: mlx train run --variant NAME KEY=VALUE"
+        ),
         mo.plain_text(changes or "conf.yaml: no changes"),
         mo.Html(to_tables(report)),
     ]

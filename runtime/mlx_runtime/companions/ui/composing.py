@@ -1,6 +1,6 @@
 """The draft of a conf.yaml: edited node by node, checked, compared, and saved as conf.yaml or as a variant.
 
-The code of the project runs in the processes of a `Workbench` only. A draft never changes: edits return another one.
+The code of the project runs in the processes of `workbench.call` only. A draft never changes: edits return another one.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.companions.ui.workbench import Workbench
+from mlx_runtime.companions.ui.workbench import call
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, SCHEMA
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.settings import Settings
@@ -51,7 +51,7 @@ class Draft:
 
 
 def _call(project: Path, function: str, *arguments: Any, timeout_s: float = 60.0) -> Any:
-    return Workbench(project).call(f"mlx_runtime.companions.ui.editing:{function}", *arguments, timeout_s=timeout_s)
+    return call(project, f"mlx_runtime.companions.ui.editing:{function}", *arguments, timeout_s=timeout_s)
 
 
 def open_config(project: Path) -> Draft:
@@ -123,12 +123,11 @@ def start(draft: Draft, storage: str | None = None) -> Path:
     folder = Settings.read().cache / "started"
     folder.mkdir(parents=True, exist_ok=True)
     handle, log = tempfile.mkstemp(".log", time.strftime("%Y%m%d-%H%M%S-"), folder)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MLX_UI")}  # the page's secrets
     with os.fdopen(handle, "wb") as output:
         subprocess.Popen(
             [sys.executable, "-m", "mlx_runtime", "train", "run"],
             cwd=draft.project,
-            env=kept | ({"MLX_STORAGE": storage} if storage else {}),
+            env=dict(os.environ) | ({"MLX_STORAGE": storage} if storage else {}),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.companions.ui.workbench import NoAnswerError, Workbench
+from mlx_runtime.companions.ui.workbench import NoAnswerError, call
 from mlx_runtime.errors import MlxError, printable
 
 DEPTH = 2
@@ -42,11 +42,11 @@ def structure_of(project: Path, overrides: Sequence[str] = (), timeout_s: float 
     Raises:
         MlxError: the models cannot be built. One line.
     """
-    bench, describe = Workbench(project), "mlx_runtime.companions.ui.structure:describe"
+    describe = "mlx_runtime.companions.ui.structure:describe"
     try:
-        return bench.call(describe, list(overrides), timeout_s=timeout_s)
+        return call(project, describe, list(overrides), timeout_s=timeout_s)
     except NoAnswerError as error:
-        return bench.call(describe, list(overrides), str(error), timeout_s=timeout_s)
+        return call(project, describe, list(overrides), str(error), timeout_s=timeout_s)
 
 
 def to_mermaid(structure: Row, depth: int = DEPTH) -> str:

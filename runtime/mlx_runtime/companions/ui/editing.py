@@ -1,4 +1,4 @@
-"""Edits of the text of a conf.yaml, checked against the code of its project. A `Workbench` calls these functions.
+"""Edits of the text of a conf.yaml, checked against the code of its project. `workbench.call` calls these.
 
 What a form sends is hostile: a value is a literal of its field's type, and a class is one of those offered.
 """

@@ -5,7 +5,7 @@ import functools
 import html
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import marimo
@@ -84,14 +84,23 @@ def picture(content: bytes, title: str) -> Any:
     return marimo.Html(f'<figure><img src="data:{kind};base64,{data}"><figcaption>{caption}</figcaption></figure>')
 
 
-def remember(name: str) -> Callable[[Any], None]:
-    """Return a function that keeps a choice in the URL of the page."""
+def state(value: Any = None) -> Any:
+    """Return a state of marimo with a method `settle`: it sets a value, and cells run again only if that differs."""
+    get, change = marimo.state(value)
 
-    def keep(value: Any) -> None:
-        items = value if isinstance(value, list) else [] if value is None else [value]
-        marimo.query_params().set(name, "\n".join(map(str, items)))
+    def settle(new: Any) -> None:
+        last = get()
+        if type(new) is not type(last) or not (new.equals(last) if isinstance(new, pandas.DataFrame) else new == last):
+            change(new)
 
-    return keep
+    get.settle = settle  # type: ignore[attr-defined]
+    return get
+
+
+def remember(name: str, value: Any) -> None:
+    """Keep a choice in the URL of the page."""
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    marimo.query_params().set(name, "\n".join(map(str, items)))
 
 
 def remembered(name: str) -> list[str]:
@@ -115,4 +124,4 @@ def choice(
     values = [label for label, option in shown.items() if option in remembered(name)]
     one = next(iter([*values, *(label for label, option in shown.items() if option == default), *shown]), None)
     settings |= {"options": shown, "value": values if kind == "multiselect" else one}
-    return getattr(marimo.ui, kind)(label=name, on_change=remember(name), **settings)
+    return getattr(marimo.ui, kind)(**{"label": name} | settings, on_change=functools.partial(remember, name))

@@ -8,10 +8,12 @@ from typing import Any
 from mlx_runtime.companions.ui.tables import folder_of, metrics_table, runs_table
 from mlx_runtime.companions.views import report
 from mlx_runtime.errors import UsageError
-from mlx_runtime.extras import require
 from mlx_runtime.runs.queries.listing import summarize
 
 PAGE = Path(__file__).parent / "pages" / "runs.html"
+
+MARK = "<!-- mlx xp ui --export -->"
+"""In the first page, so that a later export may replace it, with the others."""
 
 MOST_RUNS = 100
 """Maximum number of exported runs; each page contains Plotly, 5 MB."""
@@ -24,7 +26,6 @@ def write(roots: Sequence[str], chosen: Sequence[str], folder: Path) -> str:
         roots: the storages.
         chosen: names like `digits/run_003`, with `*` for any text, or places; all runs without any.
     """
-    require("pandas", "an export")
     runs = runs_table(roots)
     titles = runs["experiment"] + "/" + runs["run"]
     if chosen:
@@ -33,10 +34,18 @@ def write(roots: Sequence[str], chosen: Sequence[str], folder: Path) -> str:
             for title, place in zip(titles, runs["place"], strict=True)
         ]
         runs, titles = runs[wanted], titles[wanted]
-    if not 0 < len(runs) <= MOST_RUNS:
+    if not len(runs):
+        like = f" like {' or '.join(chosen)}" if chosen else ""
+        raise UsageError(f"there are no runs{like} in {', '.join(roots)}; list them with: mlx xp ls")
+    if len(runs) > MOST_RUNS:
         raise UsageError(f"{len(runs):,} runs would be exported; choose at most {MOST_RUNS}, like --run 'digits/*'")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        index = folder / "index.html"
+        if any(folder.iterdir()) and not (index.is_file() and MARK in index.read_text(errors="replace")):
+            raise UsageError(f"{folder} is not empty, and has no earlier export; choose another folder")
+        for earlier in folder.glob("run_[0-9][0-9][0-9].html"):
+            earlier.unlink()
     except OSError as error:
         raise UsageError(f"cannot write {folder}: {error.strerror or error}; choose another folder") from error
     rows = summarize([folder_of(place) for place in runs["place"]])
@@ -52,8 +61,8 @@ def write(roots: Sequence[str], chosen: Sequence[str], folder: Path) -> str:
         problems=[*(row.problem for row in rows if row.problem), *table.attrs["problems"].values()],
         charts=[_chart(str(key), lines) for key, lines in table.groupby("key", sort=False)],
     )
-    report.write(page, folder / "index.html")
-    return str(folder / "index.html")
+    report.write(page, index)
+    return str(index)
 
 
 def _chart(key: str, lines: Any) -> dict[str, Any]:

@@ -1,21 +1,21 @@
 """The server of the page: marimo's, with a token, and headers that keep the page from asking other machines."""
 
-import contextlib
-import ipaddress
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_runtime.cli.verbs import projects
 from mlx_runtime.cli.verbs.xp import check_port
-from mlx_runtime.companions.ui.storages import storage
+from mlx_runtime.companions.ui import storages
+from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 
 DASHBOARD = Path("dashboard.py")
 """The page of an experiment, in its folder. In other folders, a file of this name is not run."""
 
-PACKAGED = Path(__file__).parent / "page" / "dashboard.py"
+PACKAGED = projects.template(AN_EXPERIMENT) / "<<cookiecutter.experiment_name>>" / DASHBOARD
 
 POLICY = "; ".join(
     (
@@ -65,17 +65,16 @@ def serve(roots: Sequence[str], *, host: str, port: int, token: str | None, edit
         MissingLibraryError: Plotly is not installed.
     """
     require("plotly", "the page")
-    loopback = host == "localhost"
-    with contextlib.suppress(ValueError):  # a name
-        loopback = loopback or ipaddress.ip_address(host).is_loopback
-    if not loopback and token is None:
+    if host not in ("127.0.0.1", "localhost") and token is None:
         raise UsageError(f"a page on {host} needs a token of your choice: export MLX_UI_TOKEN=$(openssl rand -hex 24)")
     if token is not None and len(token) < 16:
         raise UsageError("MLX_UI_TOKEN needs 16 or more characters: export MLX_UI_TOKEN=$(openssl rand -hex 24)")
     page = DASHBOARD.absolute() if DASHBOARD.is_file() and Path("src/conf.yaml").is_file() else PACKAGED
     if edit and page == PACKAGED:
-        raise UsageError(f"there is no {DASHBOARD} in {Path.cwd()}; copy the packaged one: cp {PACKAGED} .")
+        raise UsageError(f"there is no {DASHBOARD} in {Path.cwd()}; copy the packaged one: cp '{PACKAGED}' .")
     port = check_port(host, port)
+    if not edit:  # otherwise, the page is another process
+        storages.begin(roots)
     from marimo._cli.cli import main
     from marimo._server.registry import MIDDLEWARE_REGISTRY
     from starlette.middleware import Middleware
@@ -83,9 +82,7 @@ def serve(roots: Sequence[str], *, host: str, port: int, token: str | None, edit
     MIDDLEWARE_REGISTRY.register("mlx", Middleware(Headers))
     secret = token or secrets.token_urlsafe(24)
     print(f"http://{host}:{port}/?access_token={secret if token is None else 'MLX_UI_TOKEN'}", flush=True)
-    for root in roots:
-        storage(root).read()  # while the browser starts
     options = ["--host", host, "--port", str(port), "--token-password", secret, "--headless"]
-    storages = [f"--storage={root}" for root in roots]  # in one word, because marimo looks for "="
+    arguments = [f"--storage={root}" for root in roots]  # in one word, because marimo looks for "="
     verb = ["edit", "--skip-update-check"] if edit else ["run", "--no-check", "--show-tracebacks"]
-    main(["-q", "-y", *verb, "--no-sandbox", *options, str(page), "--", *storages], prog_name="marimo")
+    main(["-q", "-y", *verb, "--no-sandbox", *options, str(page), "--", *arguments], prog_name="marimo")

@@ -2,7 +2,7 @@
 
 Shapes and connections are observed: the loop of the experiment runs, without a run, until it has called its models and
 losses. Models and batches have no memory then (torch's meta device), unless the code needs their values. This executes
-the code of a project, so pages call it through a `Workbench`.
+the code of a project, so pages call it through `workbench.call`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

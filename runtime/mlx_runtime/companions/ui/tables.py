@@ -42,7 +42,7 @@ class FileCache:
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, threading.Lock()
-        self._entries: collections.OrderedDict[Path, tuple[Any, Any]] = collections.OrderedDict()
+        self.entries: collections.OrderedDict[Path, tuple[Any, Any]] = collections.OrderedDict()
 
     def get(self, folder: RunFolder, name: str, read: Callable[[], Any]) -> Any:
         """Return what `read` returns for a file of a run, perhaps from an earlier call."""
@@ -53,14 +53,19 @@ class FileCache:
             return read()
         stamp = (facts.st_ino, facts.st_mtime_ns, facts.st_size)
         with self._lock:
-            known, value = self._entries.get(path, (None, None))
+            known, value = self.entries.get(path, (None, None))
         if known != stamp:
             value = read()
             with self._lock:
-                self._entries[path] = (stamp, value)
-                if len(self._entries) > self._size:
-                    self._entries.popitem(last=False)
+                self.entries[path] = (stamp, value)
+                if len(self.entries) > self._size:
+                    self.entries.popitem(last=False)
         return value
+
+    def update(self, entries: Mapping[Path, tuple[Any, Any]]) -> None:
+        """Add the `entries` of the cache of another process."""
+        with self._lock:
+            self.entries.update(entries)
 
 
 RECORDS, METRICS = FileCache(50_000), FileCache(50)
@@ -94,7 +99,7 @@ def runs_table(
     no_run = Row(RunFolder(Path("experiment/run_000")), "", {})
     cells = pandas.DataFrame(map_concurrently(_cells, rows), columns=None if rows else [*_cells(no_run)], dtype=object)
     # An integer of conf.yaml stays one, also if other runs lack it.
-    return cells.assign(**{name: [*cells[name]] for name in cells if not name.startswith("config.")})
+    return cells.assign(**{name: [*cells[name]] for name in cells if rows and not name.startswith("config.")})
 
 
 def roots(storage: str | Path | Iterable[str | Path] | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import marimo
@@ -12,6 +12,7 @@ from plotly import graph_objects
 from mlx_runtime import companions
 from mlx_runtime.companions.ui import charts, elements
 from mlx_runtime.companions.ui.events import read_written
+from mlx_runtime.companions.ui.storages import check
 from mlx_runtime.companions.ui.tables import folder_of, metrics_table
 from mlx_runtime.companions.views.report import OF_TRAINING, checkpoint_table, known_facts
 from mlx_runtime.errors import MlxError, short_message
@@ -52,7 +53,7 @@ def overview(runs: pandas.DataFrame, columns: Sequence[str]) -> tuple[pandas.Dat
             "best": runs["best"],
             "last": last,
             "tags": runs["tags"].map(", ".join),
-            "note": runs["note"],
+            "note": runs["note"].fillna(""),
             "start": runs["start"].map(lambda time: time[:19].replace("T", " ") if isinstance(time, str) else None),
             "minutes": (runs["duration_s"] / 60).round(1),
             "place": runs["place"],
@@ -79,6 +80,17 @@ def main_metrics(runs: pandas.DataFrame) -> list[str]:
     return [*runs["monitor"].dropna().unique()] or [name for name in known if not OF_TRAINING.match(name)][:MAIN]
 
 
+def curves(runs: pandas.DataFrame, metrics: Sequence[str], *, log: Sequence[str], **options: Any) -> list[Any]:
+    """Show the curves of metrics, by default of the main ones; `options` are those of `metrics_table`."""
+
+    def show() -> list[Any]:
+        table = metrics_table(runs, metrics or main_metrics(runs), **options)
+        figures = charts.curves(table, x=options["x"], log=log, labels=labels(runs))
+        return [elements.problems(table.attrs["problems"].values()), *map(marimo.ui.plotly, figures)]
+
+    return _attempt(runs["place"], show)
+
+
 def differences(runs: pandas.DataFrame) -> list[Any]:
     """Show what differs between runs: values of the table of runs and, for the first two, their code."""
     if len(runs) < 2:
@@ -89,7 +101,7 @@ def differences(runs: pandas.DataFrame) -> list[Any]:
     first, second = (folder_of(place) for place in runs["place"].head(2))
     return [
         elements.table(differing, page_size=50),
-        *_attempt(lambda: [elements.text(_code_difference(first, second))]),
+        *_attempt(runs["place"].head(2), lambda: [elements.text(_code_difference(first, second))]),
     ]
 
 
@@ -106,7 +118,10 @@ def _code_difference(first: RunFolder, second: RunFolder) -> str:
 
 def run(place: str) -> list[Any]:
     """Show one run: how it went, its resources and checkpoints, the end of its log, and its images and texts."""
-    folder = folder_of(place)
+    return _attempt([place], lambda: _run(folder_of(place)))
+
+
+def _run(folder: RunFolder) -> list[Any]:
     [row] = summarize([folder])
     if row.problem:
         return [elements.problems([row.problem])]
@@ -115,13 +130,15 @@ def run(place: str) -> list[Any]:
     reasons = [row.record.get(name) for name in ("error", "stop_reason", "waits_for")]
     shown += [elements.text(reason) for reason in reasons if reason]
     measured = [name for name in row.metrics if OF_TRAINING.match(name)][: 2 * MAIN]
-    table = metrics_table([place], measured)
+    table = metrics_table([folder.location], measured)
     shown += [elements.problems(table.attrs["problems"].values())]
     charted = [marimo.ui.plotly(figure) for figure in charts.curves(table)]
     shown += [marimo.hstack(charted[at : at + 3], widths="equal") for at in range(0, len(charted), 3)]
     if checkpoints := checkpoint_table(row):
         shown += [elements.table(pandas.DataFrame(checkpoints).rename(columns={"": "is"}))]
-    return shown + _attempt(lambda: [elements.text(_log(folder))]) + _attempt(lambda: _written(folder))
+    for show in (lambda: [elements.text(_log(folder))], lambda: _written(folder)):
+        shown += _attempt([], show)
+    return shown
 
 
 def _log(folder: RunFolder) -> str:
@@ -144,16 +161,23 @@ def _written(folder: RunFolder) -> list[Any]:
     ]
 
 
-def sweeps(runs: pandas.DataFrame) -> list[str]:
-    """Return the places of the sweeps of runs."""
-    found = runs[runs["sweep.name"].notna()] if "sweep.name" in runs else runs[:0]
-    trials = zip(found["place"].map(folder_of), found["sweep.name"] if len(found) else [], strict=True)
-    return [*dict.fromkeys(run_folder(trial.root, trial.experiment, name).location for trial, name in trials)]
+def sweeps(runs: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
+    """Return the trials of each sweep of runs, by its place."""
+    if "sweep.name" not in runs:
+        return {}
+    found = runs[runs["sweep.name"].notna()]
+    places = [_sweep_folder(*trial).location for trial in zip(found["place"], found["sweep.name"], strict=True)]
+    return {str(place): trials for place, trials in found.groupby(places, sort=False)}
 
 
-def sweep(place: str) -> list[Any]:
+def _sweep_folder(trial: str, sweep: str) -> RunFolder:
+    folder = folder_of(trial)
+    return run_folder(folder.root, folder.experiment, sweep)
+
+
+def sweep(trials: pandas.DataFrame) -> list[Any]:
     """Show a sweep: its best trial, parallel coordinates, importance, learning curves with pruned trials, a table."""
-    return _attempt(lambda: _sweep(folder_of(place)))
+    return _attempt(trials["place"], lambda: _sweep(_sweep_folder(*trials[["place", "sweep.name"]].iloc[0])))
 
 
 def _sweep(folder: RunFolder) -> list[Any]:
@@ -161,7 +185,7 @@ def _sweep(folder: RunFolder) -> list[Any]:
     scored = [trial for trial in result.ranked() if trial.score is not None and trial.status != "FAILED"]
     shown: list[Any] = [elements.text("\n".join(result.lines()))] if scored else []
     table = elements.table(result.table().reset_index())
-    return [*shown, *(_attempt(lambda: _charts(result, scored)) if scored else []), table]
+    return [*shown, *(_attempt([], lambda: _charts(result, scored)) if scored else []), table]
 
 
 def _charts(result: Any, trials: Sequence[Any]) -> list[Any]:
@@ -172,9 +196,10 @@ def _charts(result: Any, trials: Sequence[Any]) -> list[Any]:
     return shown
 
 
-def _attempt(show: Callable[[], list[Any]]) -> list[Any]:
-    """Return what a function returns, or a box with the reason why it cannot be shown."""
+def _attempt(places: Iterable[str], show: Callable[[], list[Any]]) -> list[Any]:
+    """Return what a function shows of runs, or a box with the reason why it cannot be shown."""
     try:
+        check(places)
         return show()
     except (MlxError, OSError) as error:
         return [elements.problems([short_message(error)])]

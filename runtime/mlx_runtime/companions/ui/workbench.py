@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from mlx_runtime.workers.fork_server import ForkServer
 START_S = 120.0
 """Time limit for importing torch and the project's code, which is no part of the time limit of a call."""
 
-_servers: "dict[Path, list[_Server]]" = {}
-"""Of each project: the last one is used, and earlier ones have calls in progress."""
+_servers: "dict[Path, _Server]" = {}
+"""The server of each project. Calls in progress keep an earlier one."""
 
 _lock = threading.Lock()
-"""Held while `_servers` or a number of users changes."""
+"""Held while `_servers` changes."""
 
 _numbers = itertools.count()
 
@@ -39,86 +39,68 @@ class NoAnswerError(MlxError):
     """A call did not return in time, or its process ended."""
 
 
-class _Server(ForkServer):
+class _Server:
+    """A fork server, which ends when no call uses it any more and the code of its project has changed."""
+
     def __init__(self, project: Path, digest: str) -> None:
-        self.digest, self.users = digest, 0  # calls in progress
-        self.lock = threading.Lock()  # held while requests are sent, which must not mix
-        os.environ.pop("MLX_UI_TOKEN", None)  # the project's code must not read it
-        super().__init__(fresh=True, folder=project)
+        self.digest, self.forks = digest, ForkServer(fresh=True, folder=project)
+        self._lock = threading.Lock()  # held while requests are sent, which must not mix
+        weakref.finalize(self, self.forks.close).atexit = False  # then, it closes itself
 
     def begin(self, number: int, function: str, ours: Any, theirs: Any) -> None:
         """Start a process. The next one waits until it has begun, so that requests never fill their connection."""
-        with self.lock, theirs, Path(os.devnull).open("w") as nowhere:
-            self.preload(AN_EXPERIMENT.module, function.partition(":")[0])
-            self.start(number, partial(_work, function), dict(os.environ), [nowhere, nowhere, theirs])
+        with self._lock, theirs, Path(os.devnull).open("w") as nowhere:
+            self.forks.preload(AN_EXPERIMENT.module, function.partition(":")[0])
+            self.forks.start(number, partial(_work, function), dict(os.environ), [nowhere, nowhere, theirs])
             theirs.close()
             if not ours.poll(START_S):
-                self.close()
+                self.forks.close()
         ours.recv_bytes()
 
     def end(self, number: int) -> None:
-        with self.lock, contextlib.suppress(MlxError):  # the server has ended, and all its processes with it
-            self.kill(number)
-            list(self.exits())  # otherwise they would fill the connection
+        with self._lock, contextlib.suppress(MlxError):  # the server has ended, and all its processes with it
+            self.forks.kill(number)
+            list(self.forks.exits())  # otherwise they would fill the connection
 
 
-class Workbench:
-    """The processes that execute the code of a project.
+def call(project: Path, function: str, *args: Any, timeout_s: float = 60.0) -> Any:
+    """Call `module:function` of a project in a process of its own, and return its result, which is plain data (JSON).
 
-    Args:
-        project: Folder of the experiment, and the working directory of the calls.
+    Its working directory is the folder of the project, and its output is dropped. Any thread may call this; calls of
+    several threads do not wait for each other.
+
+    Raises:
+        NoAnswerError: the function has not returned in time, or has ended its process. One line.
+        MlxError: the function has raised an exception, or `src` cannot be imported. One line.
     """
+    ours, theirs = multiprocessing.Pipe()
+    answer, number, server = b"[0]", next(_numbers), _server(project.resolve())
+    with ours:
+        with contextlib.suppress(MlxError, EOFError, OSError):
+            server.begin(number, function, ours, theirs)
+            answer = b"[1]"
+            ours.send(args)
+            answer = ours.recv_bytes() if ours.poll(timeout_s) else b"[]"
+        server.end(number)
+    match json.loads(answer):
+        case [True, value]:
+            return value
+        case [False, line]:
+            raise MlxError(line)
+        case []:
+            raise NoAnswerError(f"{function} did not return within {timeout_s:g} s, and was stopped")
+        case [0]:
+            raise MlxError(f"importing src took more than {START_S:g} s, or ended its process")
+    raise NoAnswerError(f"{function} returned nothing: its process ended")
 
-    def __init__(self, project: Path) -> None:
-        self.project = project.resolve()
 
-    def call(self, function: str, *args: Any, timeout_s: float = 60.0) -> Any:
-        """Call `module:function` in a process of its own, and return its result, which is plain data (JSON).
-
-        Its output is dropped. Any thread may call this; calls of several threads do not wait for each other.
-
-        Raises:
-            NoAnswerError: the function has not returned in time, or has ended its process. One line.
-            MlxError: the function has raised an exception, or `src` cannot be imported. One line.
-        """
-        ours, theirs = multiprocessing.Pipe()
-        answer, number = b"[0]", next(_numbers)
-        with ours, self._server() as server:
-            with contextlib.suppress(MlxError, EOFError, OSError):
-                server.begin(number, function, ours, theirs)
-                answer = b"[1]"
-                ours.send(args)
-                answer = ours.recv_bytes() if ours.poll(timeout_s) else b"[]"
-            server.end(number)
-        match json.loads(answer):
-            case [True, value]:
-                return value
-            case [False, line]:
-                raise MlxError(line)
-            case []:
-                raise NoAnswerError(f"{function} did not return within {timeout_s:g} s, and was stopped")
-            case [0]:
-                raise MlxError(f"importing src took more than {START_S:g} s, or ended its process")
-        raise NoAnswerError(f"{function} returned nothing: its process ended")
-
-    @contextlib.contextmanager
-    def _server(self) -> Iterator[_Server]:
-        """Provide the server of the project, which does not end within the block."""
-        digest, servers = code_digest(self.project), _servers.setdefault(self.project, [])
-        with _lock:
-            if not servers or not servers[-1].alive or servers[-1].digest != digest:
-                servers.append(_Server(self.project, digest))
-            server = servers[-1]
-            server.users += 1
-        try:
-            yield server
-        finally:
-            with _lock:
-                server.users -= 1
-                unused = [item for item in servers[:-1] if not item.users]
-                servers[:] = [item for item in servers if item not in unused]
-            for item in unused:
-                item.close()
+def _server(project: Path) -> _Server:
+    digest = code_digest(project)
+    with _lock:
+        server = _servers.get(project)
+        if server is None or not server.forks.alive or server.digest != digest:
+            server = _servers[project] = _Server(project, digest)
+    return server
 
 
 def _work(function: str, connection: Any) -> int:

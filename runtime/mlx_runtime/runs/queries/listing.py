@@ -123,7 +123,8 @@ class Row:
         """Return plain values for `--json`."""
         best, labels, problem = self.record.get("best") or {}, {}, self.problem
         try:
-            labels = {} if is_remote(self.folder.location) else records.load_labels(self.folder)
+            if self.folder.uri is not None or os.path.lexists(self.folder.path / records.LABELS):  # few runs have any
+                labels = {} if is_remote(self.folder.location) else records.load_labels(self.folder)
         except StorageError as error:
             problem = problem or str(error)
         return {

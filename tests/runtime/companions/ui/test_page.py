@@ -2,20 +2,23 @@
 
 import json
 import math
+import pydoc
 import shutil
 import socket
+import tempfile
 import time
 import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import pytest
 from browser import Browser, Page
-from conftest import ROOT, Mlx, Start
+from conftest import Mlx, Start
 from faults import wait_for
 from stored_sweeps import store_search
 
@@ -79,8 +82,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def serve(start: Start, tmp_path: Path) -> Serve:
     """`serve(storage, ...)` serves the page, and returns its URL with the token."""
 
-    def serve(*arguments: str | Path, folder: Path = tmp_path) -> str:
-        process = start(folder, "xp", "ui", *map(str, arguments), "--port", "0", MLX_UI_TOKEN=TOKEN)
+    def serve(*arguments: str | Path) -> str:
+        process = start(tmp_path, "xp", "ui", *map(str, arguments), "--port", "0", MLX_UI_TOKEN=TOKEN)
         line = wait_for(lambda: process.output() or (process.poll() is not None and process.communicate()))
         assert str(line).startswith("http://127.0.0.1:"), line
         return str(line.strip().replace("MLX_UI_TOKEN", TOKEN))
@@ -252,6 +255,10 @@ def test_each_view_of_runs(browser: Browser, serve: Serve, storage: Path, tmp_pa
     page.until(f"{ELEMENTS}('.js-plotly-plot').some(plot => plot.layout.xaxis.range[1] > 99000)")
     show(page, 2)
     shows(page, "config.cfg.seed")
+    page.evaluate(f"{ELEMENTS}('td').forEach(cell => cell.setAttribute('data-old', ''))")
+    revise(storage / "digits/run_001", metrics={"loss": 0.1234})
+    time.sleep(5)  # two refreshes
+    assert page.evaluate(f"{ELEMENTS}('td[data-old]').length")  # what it shows has not changed
     shutil.rmtree(other)
     shows(page, f"{other} cannot be read: there is no storage")
 
@@ -305,8 +312,10 @@ TYPE = f"""(() => {{
 
 
 def test_an_export_works_without_a_network(browser: Browser, mlx: Mlx, storage: Path, tmp_path: Path) -> None:
-    done = mlx(tmp_path, "xp", "ui", str(storage), "--export", "pages", "--run", "shapes/*", "--run", "broken/*")
-    assert done.stdout == "pages/index.html\n", done.stderr
+    chosen = ("--run", "shapes/*", "--run", "broken/*")
+    for runs in ((), chosen):  # the second export replaces the first one
+        done = mlx(tmp_path, "xp", "ui", str(storage), "--export", "pages", *runs)
+        assert done.stdout == "pages/index.html\n", done.stderr
     page = browser.page()
     page.open(tmp_path / "pages/index.html")
     text = page.evaluate("document.body.innerText")
@@ -316,7 +325,7 @@ def test_an_export_works_without_a_network(browser: Browser, mlx: Mlx, storage: 
     assert page.evaluate("[...document.querySelectorAll('td a')].map(item => item.getAttribute('href'))") == [
         f"run_{number:03d}.html" for number in (1, 2, 3)
     ]
-    assert (tmp_path / "pages/run_003.html").is_file()
+    assert len([*(tmp_path / "pages").iterdir()]) == 4
     assert page.errors() == []
 
 
@@ -349,7 +358,8 @@ def test_what_cannot_be_served_is_told_in_a_line(mlx: Mlx, storage: Path, tmp_pa
             (["--port", str(port)], f"cannot serve on port {port}: Address already in use"),
             (["--edit"], f"there is no dashboard.py in {tmp_path}; copy the packaged one"),
             (["--run", "digits/*"], "--run belongs to --export"),
-            (["--export", "pages", "--run", "nothing"], "0 runs would be exported"),
+            (["--export", "pages", "--run", "nothing"], f"there are no runs like nothing in {storage}; list them"),
+            (["--export", str(storage)], f"{storage} is not empty, and has no earlier export; choose another folder"),
         ):
             done = mlx(tmp_path, "xp", "ui", str(storage), *options)
             assert done.returncode == 2
@@ -358,18 +368,56 @@ def test_what_cannot_be_served_is_told_in_a_line(mlx: Mlx, storage: Path, tmp_pa
 
 
 @pytest.mark.pure
-def test_the_page_of_a_generated_experiment_is_the_packaged_one() -> None:
-    page = ROOT / "<<cookiecutter.experiment_name>>" / "dashboard.py"
-    assert page.read_text() == server.PACKAGED.read_text()
-    assert len(page.read_text().splitlines()) <= 200
-    assert [file.name for file in server.PACKAGED.parent.iterdir() if file.name != "__pycache__"] == ["dashboard.py"]
+def test_the_page_is_short() -> None:
+    assert len(server.PACKAGED.read_text().splitlines()) <= 200
 
 
 def test_an_error_in_a_page_is_shown_in_its_own_cell(
     browser: Browser, serve: Serve, storage: Path, tmp_path: Path
 ) -> None:
-    """Without the error of the third cell, everything else works."""
-    own_page(tmp_path, "    mo.vstack(views.differences(chosen))", "    mo.vstack(1 / 0)")
+    """Everything else works. The error shows, too, that the page does not have the token in its environment."""
+    tokens = "len([name for name in __import__('os').environ if name.startswith('MLX_UI')])"
+    own_page(tmp_path, "    mo.vstack(views.differences(chosen()))", f"    mo.vstack(1 / {tokens})")
     page = opened(browser, serve(storage), tab="Differences")
     shows(page, "ZeroDivisionError")
     shows(page, "broken/run_001/run.json")
+
+
+def test_a_page_is_edited_in_the_browser(browser: Browser, start: Start, storage: Path) -> None:
+    folder = Path(tempfile.mkdtemp(dir="/var/tmp"))  # marimo asks for a name before it saves a file in /tmp
+    own_page(folder, 'app_title="Runs"', 'app_title="Ours"')
+    settings = {"MLX_UI_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}  # not forked, because marimo runs __main__ again
+    process = start(folder, "xp", "ui", str(storage), "--edit", "--port", "0", **settings)
+    page, url = browser.page(offline=False), process.stdout.readline().strip().replace("MLX_UI_TOKEN", TOKEN)
+    wait_for(lambda: answers(page, url), seconds=60)
+    editor = "[...document.querySelectorAll('.cm-content')].find(cell => /import marimo as mo/.test(cell.innerText))"
+    page.until(f"!!{editor}", 60)
+    page.evaluate(f"""(() => {{
+        const editor = {editor};
+        editor.focus();
+        getSelection().selectAllChildren(editor);
+        getSelection().collapseToEnd();
+        document.execCommand("insertText", false, '\\nmo.plain_text("edited " + str(6 * 7))');
+        const keys = {{key: "Enter", code: "Enter", keyCode: 13, ctrlKey: true, bubbles: true}};
+        editor.dispatchEvent(new KeyboardEvent("keydown", keys));
+    }})()""")
+    shows(page, "edited 42")
+    page.evaluate("document.querySelector('[data-testid=save-button]').click()")
+    wait_for(lambda: 'mo.plain_text("edited " + str(6 * 7))' in (folder / "dashboard.py").read_text())
+    process.kill()
+    shutil.rmtree(folder)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    "name",
+    [
+        "marimo._cli.cli.main",
+        "marimo._server.registry.MIDDLEWARE_REGISTRY.register",
+        "marimo._runtime.context.get_context",
+        "marimo._runtime.context.types.RuntimeContext.provide_ui_ids",
+    ],
+)
+def test_marimo_has_its_internals_that_are_used(name: str) -> None:
+    """marimo has no public way to add headers, or to number elements; see server.py and composer.py."""
+    assert callable(pydoc.locate(name)), f"marimo {version('marimo')} has no {name}; adapt its caller, or pin marimo"

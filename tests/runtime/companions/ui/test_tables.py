@@ -2,17 +2,23 @@
 
 import json
 import math
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
-from conftest import Mlx
+from conftest import Mlx, Start
+from faults import wait_for
 
 from mlx_runtime import metrics_table, runs_table
+from mlx_runtime.companions.ui import storages, views
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, claim_run
+from mlx_runtime.storage.local import one_at_a_time
 
 pytestmark = pytest.mark.pure
 
@@ -51,6 +57,19 @@ def test_a_table_of_runs_has_the_fields_of_a_listing_in_json(
     assert (row["tags"], row["note"], row["metrics.loss"], row["config.adam.lr"]) == (["b"], "the best", 0.5, 0.1)
     assert table.iloc[1]["status"] == "UNREADABLE"
     assert "run_002/run.json" in table.iloc[1]["problem"]
+
+
+@pytest.mark.process
+def test_two_who_tag_a_run_at_once_lose_no_tag(
+    recorded: Callable[..., RunFolder], start: Start, tmp_path: Path
+) -> None:
+    run, cache = recorded([]).path, tmp_path / "cache"
+    with one_at_a_time(cache / "locks", str(run.resolve())):
+        process = start(tmp_path, "xp", "tag", str(run), "--add", "b", MLX_CACHE=str(cache))
+        time.sleep(3)
+        assert process.poll() is None
+        (run / records.LABELS).write_text('{"tags": ["a"]}')
+    assert wait_for(process.output) == "digits/run_001: a, b\n"
 
 
 def test_a_changed_record_is_read_again(recorded: Callable[..., RunFolder], tmp_path: Path) -> None:
@@ -99,3 +118,21 @@ def test_means_over_runs_keep_their_peaks(recorded: Callable[..., RunFolder], tm
     assert [*epochs["step"][:2]] == [2, 5]
     with pytest.raises(UsageError, match="cannot group by 'lr'"):
         metrics_table(runs, by=["lr"])
+
+
+def test_what_shows_runs_of_an_empty_or_silent_storage_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storages, "WAIT_S", 0.5)
+    listed, live = views.overview(runs_table(tmp_path), [])
+    assert (len(listed), len(live)) == (0, 0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        options = f"?endpoint_override={endpoint}&scheme=http&region=eu-west-1"
+        places = [f"s3://bucket/runs/digits/{name}{options}" for name in ("run_001", "run_002")]
+        runs = pandas.DataFrame({"experiment": "digits", "run": ["run_001", "run_002"], "place": places})
+        for show in (
+            lambda: views.curves(runs, ["loss"], log=[], x="step"),
+            lambda: views.differences(runs),
+            lambda: views.run(places[0]),
+            lambda: views.sweep(runs.assign(**{"sweep.name": "sweep_001"})),
+        ):
+            assert "has not answered within 0.5 s" in show()[-1].text

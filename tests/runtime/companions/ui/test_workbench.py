@@ -9,7 +9,7 @@ import pytest
 from faults import wait_for
 
 from mlx_runtime.companions.ui import workbench
-from mlx_runtime.companions.ui.workbench import NoAnswerError, Workbench
+from mlx_runtime.companions.ui.workbench import NoAnswerError, call
 from mlx_runtime.errors import MlxError
 
 pytestmark = pytest.mark.process
@@ -17,14 +17,14 @@ pytestmark = pytest.mark.process
 CODE = """
 import os, pathlib, sys, time
 
-IMPORTED_IN, TOKEN = os.getcwd(), os.environ.get("MLX_UI_TOKEN")
+IMPORTED_IN = os.getcwd()
 
 class Endless:
     def __init__(self):
         time.sleep(1000)
 
 def size(rows):
-    return {"size": len(rows), "nan": float("nan"), "places": [os.getcwd(), IMPORTED_IN, TOKEN], "pid": os.getpid()}
+    return {"size": len(rows), "nan": float("nan"), "places": [os.getcwd(), IMPORTED_IN], "pid": os.getpid()}
 
 def hang():
     Endless()
@@ -80,20 +80,19 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_call_runs_in_the_project_and_in_no_other_process(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLX_UI_TOKEN", "secret")
-    bench, path, before = Workbench(project), [*sys.path], {name: sys.modules.get(name) for name in ("src", "src.work")}
-    first, second = (bench.call("src.work:size", ["a", {"b": 1}]) for _ in range(2))
+def test_a_call_runs_in_the_project_and_in_no_other_process(project: Path) -> None:
+    path, before = [*sys.path], {name: sys.modules.get(name) for name in ("src", "src.work")}
+    first, second = (call(project, "src.work:size", ["a", {"b": 1}]) for _ in range(2))
     assert first["size"] == 2
     assert first["nan"] != first["nan"]
-    assert first["places"] == [str(project), str(project), None]
+    assert first["places"] == [str(project), str(project)]
     assert len({first["pid"], second["pid"], os.getpid()}) == 3
     assert sys.path == path
     assert {name: sys.modules.get(name) for name in before} == before
-    assert bench.call("src.work:shout") == "done"
-    assert bench.call("src.work:size", ["x" * 100] * 100_000)["size"] == 100_000
+    assert call(project, "src.work:shout") == "done"
+    assert call(project, "src.work:size", ["x" * 100] * 100_000)["size"] == 100_000
     with pytest.raises(MlxError, match="has no attribute 'missing'"):  # it fails before it needs its arguments
-        bench.call("src.work:missing", "x" * 1_000_000)
+        call(project, "src.work:missing", "x" * 1_000_000)
 
 
 @pytest.mark.parametrize(
@@ -111,20 +110,20 @@ def test_a_call_runs_in_the_project_and_in_no_other_process(project: Path, monke
 )
 def test_a_call_that_fails_is_one_line(project: Path, function: str, line: str) -> None:
     with pytest.raises(MlxError) as raised:
-        Workbench(project).call(function)
+        call(project, function)
     assert str(raised.value).startswith(line)
     assert "\n" not in str(raised.value)
 
 
 def test_calls_in_progress_hold_nobody_else_and_outlive_a_change_of_the_code(project: Path, tmp_path: Path) -> None:
-    bench, begun, end, file = Workbench(project), tmp_path / "begun", tmp_path / "end", project / "src" / "work.py"
+    begun, end, file = tmp_path / "begun", tmp_path / "end", project / "src" / "work.py"
     with ThreadPoolExecutor() as threads:
-        waiting = threads.submit(bench.call, "src.work:wait", str(begun), str(end))
+        waiting = threads.submit(call, project, "src.work:wait", str(begun), str(end))
         wait_for(begun.exists)
         with pytest.raises(NoAnswerError, match=r"src\.work:hang did not return within 1 s, and was stopped"):
-            bench.call("src.work:hang", timeout_s=1)
+            call(project, "src.work:hang", timeout_s=1)
         file.write_text(CODE + "def added(): return 1")
-        assert bench.call("src.work:added") == 1
+        assert call(project, "src.work:added") == 1
         assert not waiting.done()
         end.touch()
         assert waiting.result() == "done"
@@ -138,20 +137,20 @@ def test_an_import_that_hangs_is_stopped_and_holds_no_other_project(
     begun, end = tmp_path / "begun", tmp_path / "end"
     hangs.write_text(HANGS.format(begun=str(begun), end=str(end)))
     with ThreadPoolExecutor() as threads:
-        Workbench(project).call("src.work:size", [])
+        call(project, "src.work:size", [])
         large = ["x" * 1000] * 1000
-        stuck = [threads.submit(Workbench(tmp_path).call, "src.experiment:f", large) for _ in range(3)]
+        stuck = [threads.submit(call, tmp_path, "src.experiment:f", large) for _ in range(3)]
         wait_for(begun.exists)
-        assert Workbench(project).call("src.work:size", [])["size"] == 0
-        assert not any(call.done() for call in stuck)
+        assert call(project, "src.work:size", [])["size"] == 0
+        assert not any(item.done() for item in stuck)
         end.touch()
-        for call in stuck:
+        for item in stuck:
             with pytest.raises(MlxError, match="importing src took more than 120 s, or ended its process"):
-                call.result()
+                item.result()
     end.unlink()
     monkeypatch.setattr(workbench, "START_S", 0.5)
     with pytest.raises(MlxError, match=r"importing src took more than 0\.5 s, or ended its process"):
-        Workbench(tmp_path).call("src.experiment:f")
+        call(tmp_path, "src.experiment:f")
     monkeypatch.undo()
     hangs.write_text("def f(): return 1")
-    assert Workbench(tmp_path).call("src.experiment:f") == 1
+    assert call(tmp_path, "src.experiment:f") == 1
