@@ -271,12 +271,17 @@ def source(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Modul
         (folder / name).write_text(text)
     defer_loading("pretrained_source")
     sys.path.insert(0, str(folder))
+    installed = forgotten()  # another test may have imported them
     yield importlib.import_module("pretrained_source")
     sys.path.remove(str(folder))
-    for name in [
-        name for name in sys.modules if name.partition(".")[0] in ("peft", "pretrained_source", "timm", "torchvision")
-    ]:
-        del sys.modules[name]
+    forgotten()
+    sys.modules.update(installed)
+
+
+def forgotten() -> dict[str, ModuleType]:
+    """Remove the modules of `LIBRARIES` and of the source from those that are imported, and return them."""
+    tops = ("peft", "pretrained_source", "timm", "torchvision")
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in tops}
 
 
 @pytest.fixture(autouse=True)

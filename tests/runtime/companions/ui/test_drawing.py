@@ -173,6 +173,7 @@ LOOP = """\
 
 @pytest.mark.process
 def test_a_loop_that_fails_leaves_the_modules(digits: Path) -> None:
+    before = {name for name in sys.modules if name.partition(".")[0] == "src"}  # of other tests
     loop = "        for batch_idx, batch in enumerate(loader):\n            logits"
     file = digits / "src" / "experiment.py"
     file.write_text(file.read_text().replace(loop, LOOP, 1))
@@ -187,7 +188,7 @@ def test_a_loop_that_fails_leaves_the_modules(digits: Path) -> None:
         assert net["parameters"] == 21_482
         marked = [row["node"] for row in rows_of(net) if row["node"]]
         assert marked == ["models.net", "models.net.first", "models.net.second", "models.net.head"]
-    assert not {name for name in sys.modules if name.partition(".")[0] == "src"}
+    assert {name for name in sys.modules if name.partition(".")[0] == "src"} == before
 
 
 def row(key: str, text: str, *modules: Any) -> dict[str, Any]:
