@@ -15,7 +15,9 @@ from hidden import hiding
 from jax.sharding import Mesh
 from safetensors.torch import save_file
 
+from mlx_runtime import BaseModule
 from mlx_runtime.companions.jax.batches import own_rows
+from mlx_runtime.companions.jax.module import JaxModule
 from mlx_runtime.companions.jax.options import TrainConfig
 from mlx_runtime.companions.jax.states import LAYOUT, adapter
 from mlx_runtime.companions.jax.strategy import JAX, mesh_of, placed
@@ -164,6 +166,29 @@ def test_the_axes_of_a_mesh_make_up_all_devices() -> None:
     assert mesh_of({"data": -1, "model": 1}, devices) == Mesh(devices.reshape(1, 1), ("data", "model"))
     with pytest.raises(ConfigError, match="cfg.mesh is .*, but the workers have 1 devices together"):
         mesh_of({"data": 2}, devices)
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"precision": "bf16"}, "cfg.precision is for torch; give the layers dtype=jnp.bfloat16, and leave out"),
+        ({"mesh": {"data": -1, "model": -1}}, "cfg.mesh is {'data': -1, 'model': -1}; write devices per axis"),
+    ],
+    ids=["precision", "mesh"],
+)
+def test_settings_for_torch_are_refused(changed: dict[str, Any], line: str) -> None:
+    assert str(JAX.refusal(TrainConfig(**changed))).startswith(line)
+
+
+def test_updates_of_torch_are_refused() -> None:
+    with pytest.raises(MlxError, match="self.backward and self.optimizer_step are for torch; in JAX, write: loss, gra"):
+        JaxModule.optimizer_step(SimpleNamespace(backward=lambda: JaxModule.backward(None)))
+
+
+def test_an_experiment_for_torch_is_refused() -> None:
+    session = SimpleNamespace(context=SimpleNamespace(groups=SimpleNamespace(experiment=BaseModule())))
+    with pytest.raises(ConfigError, match="cfg.strategy=jax is for a JaxModule, but BaseModule is a BaseModule for"):
+        JAX.observe(None, session)
 
 
 def test_gpus_need_a_jaxlib_for_gpus() -> None:
