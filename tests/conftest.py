@@ -137,7 +137,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     home = tmp_path_factory.mktemp("home")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ours = {"PATH": path, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_DISABLE_XET": "1"}
-    return kept | KEYS | ours
+    compiled = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return kept | KEYS | ours | compiled
 
 
 @pytest.fixture(scope="session")

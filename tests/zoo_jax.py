@@ -87,6 +87,8 @@ class Kept:
     own_seed: nnx.Module = Block(3, rngs=nnx.Rngs(7))
     own_seeds: nnx.Module = Block(3, rngs=nnx.Rngs(params=7, dropout=8))
     early: nnx.Module = Early(width=5)
+    positional: nnx.Module = Early(nnx.Rngs(), 5)
+    seeded: nnx.Module = Early(nnx.Rngs(7), 5)
     fields: nnx.Module = Fields()
     linear: nnx.Linear = nnx.Linear(3, 4)
     dtypes: nnx.Linear = nnx.Linear(3, 4, dtype=jnp.bfloat16, param_dtype=jnp.float16)

@@ -28,9 +28,9 @@ def jax_digits(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.local
 def test_the_commands_of_an_experiment_work(jax_digits: Path, mlx: Mlx) -> None:
-    done = mlx(jax_digits, "train", "run", "cfg.num_epochs=3")
+    done = mlx(jax_digits, "train", "run", "cfg.num_epochs=2")
     assert (done.returncode, done.stderr) == (0, "")
-    done = mlx(jax_digits, "train", "run", "--resume", "cfg.num_epochs=4")
+    done = mlx(jax_digits, "train", "run", "--resume", "cfg.num_epochs=3")
     assert (done.returncode, done.stderr) == (0, "")
     accuracy = re.search(r"^test/accuracy +(\d\.\d{4})$", done.stdout, re.MULTILINE)
     assert accuracy is not None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from mlx_runtime.config.building import Tree, runtime_settings, split_cfg
 from mlx_runtime.config.constructors.signatures import (
     MISSING,
+    PASSED,
     alternatives,
     convert,
     parameters,
@@ -120,7 +121,7 @@ def _argument_problems(node: Tree, path: str, items: list[Parameter], key: str) 
         elif name == "_args_":
             yield from _value_problems(value, Any, here, path)
         elif not takes_any_keyword(items) and name not in ("_target_", "_partial_"):
-            cure = REPLACED.get(here) or suggest(name, by_name)
+            cure = REPLACED.get(here) or suggest(name, [item.name for item in items if item.default is not PASSED])
             yield Problem(here, f"{here}: {path} has no such argument.{cure}")
     if node.get("_partial_") or "_args_" in node:
         return

@@ -242,7 +242,8 @@ class Checkpointer:
             self._set_group_values(state)
         for name in MADE_BY_LOOP:
             for missing in sorted(set(state[name]) - set(self._context.groups.members(name))):
-                self._reporter.notice(f"{name}.{missing} is only in the checkpoint".removeprefix("own."))
+                title = f"{'self' if name == 'own' else name}.{missing}"
+                self._reporter.notice(f"{title} is only in the checkpoint: assign it before the first batch")
         if loader is not None:
             self._load_rank(prepared, metrics=within)
         elif not state["finished"]:

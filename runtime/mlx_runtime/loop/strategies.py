@@ -90,11 +90,10 @@ class DDP:
 
     def started(self, models: Any) -> WorkersStarted:
         """Return the event about the start of the workers, with the parameters of the group `models`."""
-        topology, parameters = (
-            self.topology,
-            [item for model in members(models, nn.Module).values() for item in model.parameters()],
-        )
-        total, trained = (sum(item.numel() for item in parameters if item.requires_grad or whole) for whole in (1, 0))
+        topology = self.topology
+        parameters = [item for model in members(models, nn.Module).values() for item in model.parameters()]
+        total = sum(item.numel() for item in parameters)
+        trained = sum(item.numel() for item in parameters if item.requires_grad)
         device = str(topology.device) if topology.device.type == "cpu" else torch.cuda.get_device_name(topology.device)
         return WorkersStarted(device, total, topology.world_size, tuple(self.described), trained)
 

@@ -34,9 +34,10 @@ class TrainConfig(mlx_runtime.jax.TrainConfig):
 
 
 class Rows(Dataset):
-    def __init__(self, rows: int = 61, batch_size: int = 8):
+    def __init__(self, rows: int = 61, batch_size: int = 8, ragged: bool = False):
         self.batch_size = batch_size
-        self.values = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
+        width = 6 + int(os.environ.get("RANK", 0)) * ragged
+        self.values = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
 
     def __len__(self):
         return len(self.values)
@@ -81,6 +82,7 @@ class Losses:
 @dataclass
 class Metrics:
     mae: torchmetrics.MeanAbsoluteError = torchmetrics.MeanAbsoluteError()
+    row: torchmetrics.SumMetric = torchmetrics.SumMetric()
 
 
 @nnx.jit
@@ -136,8 +138,6 @@ class Experiment(JaxModule):
             batch["x"] = batch["x"].at[0].set(jnp.nan)
         if self.cfg.fault == "donated":
             jax.jit(lambda x: x + 1, donate_argnums=0)(batch["x"])
-        if self.cfg.fault == "torch":
-            self.backward(batch["x"].sum())
         noise = self.cfg.noise * self.rngs.noise.normal(batch["x"].shape)
         _, output = train_step(self.models.net, self.optimizer, batch, noise)
         self.average = averaged(self.average, nnx.state(self.models.net, nnx.Param))
@@ -154,7 +154,8 @@ class Experiment(JaxModule):
             threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     def update(self, batch, output):
-        outputs, x = self.local(batch, output, batch["x"])
+        outputs, x, rows = self.local(batch, output, batch["x"], batch["row"])
+        self.metrics.row.update(rows)
         self.losses.mse.update(outputs, x.sum(dim=1))
         self.metrics.mae.update(outputs, x.sum(dim=1))
 

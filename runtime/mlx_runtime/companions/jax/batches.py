@@ -13,7 +13,8 @@ from mlx_runtime.companions.jax.strategy import JAX
 from mlx_runtime.companions.notebook.arrays import as_tensors
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.data.loaders import DatasetShard, Loader
-from mlx_runtime.errors import DatasetError
+from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.errors import DatasetError, MlxError
 
 MASK = "mask"
 """Column of batches, bool (rows,): False for rows that only fill up a short batch."""
@@ -28,6 +29,7 @@ class Batches:
 
     def __init__(self, loader: Loader, strategy: JAX) -> None:
         self._loader, self._strategy = loader, strategy
+        self._shapes: dict[str, list[int]] | None = None
 
     def __len__(self) -> int:
         """Return the number of steps in a whole pass, the same on every worker."""
@@ -65,6 +67,7 @@ class Batches:
         if MASK in batch:
             raise DatasetError(f"datasets.{self.shard.name} has a column {MASK!r}, as all batches in JAX do; rename it")
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        self._check_shapes(tensors)
         rows = len(whole) // self._strategy.topology.data_parallel_size
         count = len(next(iter(tensors.values()), range(rows)))
         if count < rows:
@@ -73,17 +76,42 @@ class Batches:
             whole = self._put(MASK, filled < count)
         return {**batch, **{name: self._put(name, value) for name, value in tensors.items()}, MASK: whole}
 
+    def _check_shapes(self, tensors: Batch) -> None:
+        """Check that rows have the shapes of the first batch on rank 0, because all of them become one array."""
+        if self._strategy.topology.world_size == 1:
+            return
+        shapes = {name: list(value.shape[1:]) for name, value in tensors.items()}
+        if self._shapes is None:
+            self._shapes = broadcast(shapes)
+        for name in sorted(shapes.keys() | self._shapes.keys()):
+            here, first = shapes.get(name), self._shapes.get(name)
+            if here != first:
+                raise DatasetError(
+                    f"datasets.{self.shard.name}: rows of {name!r} have the shape {here} on rank "
+                    f"{self._strategy.topology.rank}, and {first} in the first batch of rank 0; several workers need "
+                    "rows of one shape, so pad or cut them in the dataset"
+                )
+
     def _put(self, name: str, tensor: torch.Tensor) -> jax.Array:
-        array = array_of(tensor)
-        narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-        if narrow is not array and array.dtype.kind in "iu" and not np.array_equal(narrow, array):
-            raise DatasetError(
-                f"datasets.{self.shard.name}: {name!r} has integers that do not fit {narrow.dtype}; make them smaller, "
-                "or set JAX_ENABLE_X64=1"
-            )
+        narrow = narrowed(tensor, f"datasets.{self.shard.name}: {name!r}")
         if self._strategy.topology.world_size == 1:  # the same, in a third of the time
             return jax.device_put(narrow, self._strategy.of_batches)
         return jax.make_array_from_process_local_data(self._strategy.of_batches, narrow)
+
+
+def narrowed(tensor: torch.Tensor, title: str) -> Any:
+    """Return the array of a tensor on the CPU, of the type that it has in JAX: 32 bits, unless x64 is enabled.
+
+    Raises:
+        DatasetError: it has integers that do not fit.
+    """
+    array = array_of(tensor)
+    narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    if narrow is not array and array.dtype.kind in "iu" and not np.array_equal(narrow, array):
+        raise DatasetError(
+            f"{title} has integers that do not fit {narrow.dtype}; make them smaller, or set JAX_ENABLE_X64=1"
+        )
+    return narrow
 
 
 def own_rows(batch: Batch, arrays: tuple[Any, ...], strategy: JAX) -> list[torch.Tensor]:
@@ -91,6 +119,10 @@ def own_rows(batch: Batch, arrays: tuple[Any, ...], strategy: JAX) -> list[torch
     sharding = strategy.of_batches
     found = []
     for array in (batch[MASK], *arrays):
+        if array.shape[:1] != batch[MASK].shape:
+            raise MlxError(
+                f"self.local takes arrays with the {len(batch[MASK])} rows of the batch, not one of shape {array.shape}"
+            )
         if not array.sharding.is_equivalent_to(sharding, array.ndim):
             array = jax.device_put(array, sharding)
         found.append(part_of(array)[0])

@@ -11,8 +11,8 @@ import torch
 from flax import nnx
 from jax.sharding import Mesh
 
-from mlx_runtime.companions.jax.batches import Batches, own_rows
-from mlx_runtime.companions.jax.states import adapter, array_of
+from mlx_runtime.companions.jax.batches import Batches, narrowed, own_rows
+from mlx_runtime.companions.jax.states import adapter
 from mlx_runtime.companions.jax.strategy import JAX
 from mlx_runtime.companions.notebook.arrays import as_tensors
 from mlx_runtime.data.batches import Batch, move_tensors
@@ -122,7 +122,9 @@ def _for_tensors_too(predict: Callable[[Any, Batch], Any]) -> Callable[[Any, Bat
         if not any(isinstance(value, torch.Tensor) for value in batch.values()):
             return predict(experiment, batch)
         with _evaluating(experiment.models):
-            outputs = predict(experiment, move_tensors(batch, lambda item: jnp.asarray(array_of(item.cpu()))))
+            outputs = predict(
+                experiment, move_tensors(batch, lambda item: jnp.asarray(narrowed(item.cpu(), "the batch")))
+            )
         return as_tensors(dict(outputs)) if isinstance(outputs, Mapping) else outputs
 
     return predict_both

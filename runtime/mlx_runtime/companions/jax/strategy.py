@@ -66,10 +66,10 @@ class JAX(DDP):
                     ) from error
             elif topology.device.type == "cuda":
                 jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(cfg.gpus_per_worker))))
-            if cfg.use_gpu and jax.default_backend() == "cpu":
+            if (cfg.use_gpu or topology.device.type != "cpu") and jax.default_backend() == "cpu":
                 raise ConfigError(
-                    f"cfg.use_gpu=true, but JAX finds no GPU on rank {topology.rank}; install a jaxlib for GPUs, with "
-                    'pip install "jax[cuda13]", or set cfg.use_gpu=null'
+                    f"rank {topology.rank} should use a GPU, but JAX finds none; install a jaxlib for GPUs, with "
+                    'pip install "jax[cuda13]", or set cfg.use_gpu=false'
                 )
             self.mesh = mesh_of(cfg.mesh, np.array(jax.devices()))
             self.topology = placed(topology, self.mesh)
@@ -81,6 +81,12 @@ class JAX(DDP):
 
     def build(self, node: Mapping[str, Any]) -> Any:
         return build(node, "models")
+
+    def observe(self, session: Any) -> None:
+        """Refuse an experiment for torch, whose loop would train models without this strategy."""
+        kind = type(session.context.groups.experiment)
+        if not hasattr(kind, "mesh"):
+            raise ConfigError(f"cfg.strategy=jax is for a JaxModule, but {kind.__name__} is a BaseModule for torch")
 
     def started(self, models: Any) -> WorkersStarted:
         params = [nnx.state(model, nnx.Param) for model in members(models, nnx.Module).values()]

@@ -125,7 +125,8 @@ class Plan:
         self._groups: dict[str, list[str]] = {}  # names of tensors, by line of the table
         for key, item in self.treatments.items():
             self._groups.setdefault(item.how, []).append(key)
-        self._groups["no tensor, and stays initial"] = [key for key in model.state_dict() if key not in targets]
+        others = [key for key in model.state_dict() if key not in targets and not key.startswith("mlx_runtime.")]
+        self._groups["no tensor, and stays initial"] = others
         taken = {item.source for item in self.treatments.values()}
         self._groups["not used"] = self.unused = [key for key, _ in named.values() if key not in taken]
 

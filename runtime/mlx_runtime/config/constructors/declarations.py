@@ -139,6 +139,11 @@ def is_nnx(callee: Any) -> bool:
 
 def _declare_nnx(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Declaration:
     """Declare a call. `rngs=nnx.Rngs()`, without streams, satisfies type checkers; a run passes streams of its own."""
+    items = inspect.signature(callee.__init__ if isinstance(callee, type) else callee).parameters  # type: ignore[misc]
+    names = [name for name, item in items.items() if item.kind <= item.POSITIONAL_OR_KEYWORD]
+    del names[: isinstance(callee, type)]  # self
+    if "rngs" in names[: len(args)] and len(args) <= len(names):  # it has no place in conf.yaml
+        kwargs, args = {**kwargs, **dict(zip(names, args, strict=False))}, ()
     rngs = kwargs.get("rngs")
     if isinstance(rngs, Declaration) and not (rngs.args or rngs.kwargs):
         del kwargs["rngs"]
@@ -245,7 +250,7 @@ class SourceLoader(SourceFileLoader):
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
         tree = ast.parse(data, path)
-        if any(f"{self.name}.".startswith(f"{package}.") for package in _packages):
+        if any(f"{self.name}.".startswith(f"{package}.") for package in deferred):
             tree = ast.fix_missing_locations(CallRewriter(_DEFERRED, bodies=False).visit(tree))
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
@@ -254,7 +259,8 @@ class SourceLoader(SourceFileLoader):
         super().exec_module(module)
 
 
-_packages: set[str] = set()
+deferred: set[str] = set()
+"""Packages whose loading is deferred, which are the user's own."""
 
 
 def defer_loading(package: str) -> None:
@@ -267,7 +273,7 @@ def defer_loading(package: str) -> None:
     Args:
         package: `__name__` of the package.
     """
-    _packages.add(package)
+    deferred.add(package)
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
         after_import("torch.optim.optimizer", _leave_out_compiler)
@@ -285,7 +291,7 @@ class _Finder:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name.partition(".")[0] not in _packages:
+        if name.partition(".")[0] not in deferred:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):

@@ -4,10 +4,13 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from mlx_runtime.config.constructors.declarations import deferred, library_of
 from mlx_runtime.errors import BindError, ConfigError
 
 PUBLIC = {
@@ -33,11 +36,10 @@ def path_of(thing: Any) -> str:
         return f"{path_of(owner)}.{thing.__name__}"
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     module = PUBLIC.get(str(module), module)
-    if "._" in str(module):  # like optax._src.alias, a home that the next version may change
-        top = str(module).partition(".")[0]
-        loaded = [item for item in sys.modules.items() if f"{item[0]}.".startswith(f"{top}.") and "._" not in item[0]]
-        homes = [home for home, item in loaded if getattr(item, "__dict__", {}).get(name) is thing]
-        module = min(homes, key=lambda home: (len(home), home), default=module)
+    if "._" in str(module) and library_of(thing) not in deferred:  # like optax._src.alias, which may move
+        homes = itertools.accumulate(re.sub(r"\._\w+", "", str(module)).split("."), "{}.{}".format)
+        found = (home for home in homes if getattr(sys.modules.get(home), "__dict__", {}).get(name) is thing)
+        module = next(found, module)
     path = f"{module}.{name}" if module else str(name)
     if not name or "<" in name or module == "__main__":
         raise BindError(f"{thing!r} cannot be imported by name; define it with a name at the top level of a module")

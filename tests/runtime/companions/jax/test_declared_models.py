@@ -23,6 +23,7 @@ from mlx_runtime.config.building import build, build_optimizers
 from mlx_runtime.config.checks import problems_of
 from mlx_runtime.config.constructors.declarations import Declaration, defer_loading
 from mlx_runtime.config.constructors.signatures import groups, parameters
+from mlx_runtime.config.constructors.targets import path_of
 from mlx_runtime.config.interpolation import parse_config
 from mlx_runtime.distributed.randomness import set_seed
 from mlx_runtime.errors import BindError, ConfigError
@@ -168,7 +169,7 @@ def test_streams_depend_on_the_seed_and_the_key() -> None:
     ("change", "problem"),
     [
         ({"rate": "fast"}, "tools.module.rate is 'fast'; zoo_jax.Block takes float"),
-        ({"depth": 3}, "tools.module.depth: zoo_jax.Block has no such argument."),
+        ({"zzz": 3}, "tools.module.zzz: zoo_jax.Block has no such argument. Available: act, rate, width."),
         ({"_target_": "optax.adam"}, "tools.module.learning_rate: missing, and optax.adam has no default for it"),
     ],
 )
@@ -177,6 +178,23 @@ def test_values_are_checked_against_constructors(change: dict[str, Any], problem
     changed = tree | {"tools": tree["tools"] | {"module": module if "_target_" not in change else change}}
     [found] = problems_of(changed, groups(experiment(zoo_jax.Kept)), TrainConfig)
     assert found.text.startswith(problem)
+
+
+def test_paths_lead_to_public_modules_of_libraries_but_not_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert path_of(optax.contrib.muon) == "optax.contrib.muon"
+    assert path_of(jax.nn.relu) == "jax.nn.relu"
+    package = tmp_path / "private_jax"
+    package.mkdir()
+    (package / "__init__.py").write_text("from private_jax._nets import Net")
+    (package / "_nets.py").write_text("class Net: ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    import private_jax
+
+    assert path_of(private_jax.Net) == "private_jax.Net"
+    defer_loading("private_jax")
+    assert path_of(private_jax.Net) == "private_jax._nets.Net"
 
 
 def test_a_constructor_that_fails_is_reported_with_its_key() -> None:

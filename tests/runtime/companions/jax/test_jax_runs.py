@@ -23,16 +23,12 @@ def run(
     make_in: Callable[[str, Path], Path], mlx: Mlx, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., tuple[Path, str]]:
     """`run("cfg.num_epochs=2", ...)` trains in a folder of its own. Returns the folder of the run, and the output."""
-    compiled = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
     bound = make_in("jax", tmp_path_factory.mktemp("bound"))
 
     def run(*words: str, code: int = 0, origin: Path | None = None, **settings: str) -> tuple[Path, str]:
         folder = tmp_path_factory.mktemp("run") / "jax"
         shutil.copytree(bound if origin is None else origin.parents[2], folder)
-        done = mlx(folder, "train", "run", *words, **compiled, **settings)
+        done = mlx(folder, "train", "run", *words, **settings)
         output = done.stdout + done.stderr
         assert done.returncode == code, output
         return max((folder / "runs" / "jax").glob("run_*"), default=folder), output
@@ -43,7 +39,12 @@ def run(
 @pytest.fixture(scope="module")
 def sharded(run: Callable[..., tuple[Path, str]]) -> Path:
     """A run of two workers that share the parameters, and read the same rows."""
-    return run(*SHARDED, "cfg.num_epochs=4")[0]
+    return run(*SHARDED, "cfg.num_epochs=3")[0]
+
+
+def rows(folder: Path) -> list[float]:
+    """Return the sum of the numbers of the rows in each evaluation of a run; each row has another one."""
+    return [line["val/row"] for line in reports(folder) if "val/row" in line]
 
 
 def numbers(folder: Path, skip: int = 0) -> list[list[float]]:
@@ -54,19 +55,20 @@ def numbers(folder: Path, skip: int = 0) -> list[list[float]]:
 
 def test_two_workers_with_their_own_rows_train_as_one(run: Callable[..., tuple[Path, str]]) -> None:
     """Batches of 16 rows, the last one with 13, and evaluations of 23 rows; each row counts once."""
-    one, _ = run(*ONE, *PLAIN, "cfg.num_epochs=2")
-    two, output = run(*PLAIN, "cfg.num_epochs=2")
+    one, _ = run(*ONE, *PLAIN, "cfg.num_epochs=1")
+    two, output = run(*PLAIN, "cfg.num_epochs=1")
     assert "workers   2 JAX workers" in output
     assert np.allclose(numbers(one), numbers(two), rtol=1e-4)
-    assert len(numbers(one)) == 2
+    assert rows(one) == rows(two) == [sum(range(23))]
 
 
 def test_two_workers_with_shards_of_parameters_train_as_one(
     run: Callable[..., tuple[Path, str]], sharded: Path
 ) -> None:
-    one, _ = run(*ONE, "cfg.num_epochs=4")
-    assert np.allclose(numbers(one), numbers(sharded), rtol=2e-2)  # bfloat16
-    index = json.loads((sharded / "checkpoints" / "epoch_0004" / "index.json").read_text())
+    one, _ = run(*ONE, "cfg.num_epochs=2")
+    assert np.allclose(numbers(one), numbers(sharded)[:2], rtol=2e-2)  # bfloat16
+    assert rows(one) == rows(sharded)[:2] == [sum(range(23))] * 2
+    index = json.loads((sharded / "checkpoints" / "epoch_0003" / "index.json").read_text())
     kernels = {name: len(item["pieces"]) for name, item in index["tensors"].items() if name.endswith("first.kernel")}
     moments = (f"own/optimizer/opt_state.0.{name}.first.kernel" for name in ("mu", "nu"))
     assert kernels == dict.fromkeys(("models/net/first.kernel", *moments, "own/average/first.kernel"), 2)
@@ -80,18 +82,18 @@ def test_devices_of_one_process_are_a_mesh(run: Callable[..., tuple[Path, str]],
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_other_workers_restore_it(run: Callable[..., tuple[Path, str]], sharded: Path, workers: int) -> None:
-    """The third of four epochs is trained again: by one process, and by two with their own rows."""
+    """The last of three epochs is trained again: by one process, and by two with their own rows."""
     size = 16 // max(workers, 1)
     changed = ("cfg.mesh.data=-1", "cfg.mesh.model=1", f"cfg.start_workers={workers}")
-    found, output = run("--from=run_001@epoch_0003", *changed, f"datasets.train.batch_size={size}", origin=sharded)
+    found, output = run("--from=run_001@epoch_0002", *changed, f"datasets.train.batch_size={size}", origin=sharded)
     assert "restored" in output
-    assert np.allclose(numbers(found), numbers(sharded, skip=3), rtol=2e-2)
+    assert np.allclose(numbers(found), numbers(sharded, skip=2), rtol=2e-2)
 
 
 @pytest.mark.kills
 def test_killed_three_times_it_ends_with_the_same_bits(run: Callable[..., tuple[Path, str]], sharded: Path) -> None:
     killed = ("cfg.kills=3", "cfg.pause_s=0.1", "cfg.elastic.max_failures=3")
-    disturbed, output = run(*SHARDED, "cfg.num_epochs=4", *killed)
+    disturbed, output = run(*SHARDED, "cfg.num_epochs=3", *killed)
     assert output.count("was killed by SIGKILL") == 3, output
     assert differences(final_state(disturbed), final_state(sharded)) == []
     assert reports(disturbed) == reports(sharded)
@@ -101,12 +103,13 @@ def test_killed_three_times_it_ends_with_the_same_bits(run: Callable[..., tuple[
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("cfg.mesh.model=3",), "cfg.mesh is {'data': -1, 'model': 3}, but the workers have 1 devices together"),
         (("cfg.fault='not finite'", "cfg.debug.stop_on_nan=true"), "FloatingPointError: invalid value (nan)"),
         (("cfg.fault=donated",), "RuntimeError: Array has been deleted with shape=float32[8,6]. (raised on rank 0)\n"),
-        (("cfg.fault=torch",), "self.backward and self.optimizer_step are for torch; in JAX, write: loss, grads"),
         (("cfg.strategy=ddp",), "cfg.strategy=ddp is for torch, not for a JaxModule"),
-        (("cfg.precision=bf16",), "cfg.precision is for torch; give the layers dtype=jnp.bfloat16"),
+        (
+            ("datasets.train.ragged=true", "cfg.start_workers=2"),
+            "datasets.train: rows of 'x' have the shape [7] on rank 1, and [6]",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -119,7 +122,7 @@ def test_what_cannot_train_is_refused(run: Callable[..., tuple[Path, str]], word
 @pytest.mark.process
 def test_a_state_of_another_optimizer_is_refused(run: Callable[..., tuple[Path, str]], sharded: Path) -> None:
     other = ("optimizers.adam._target_=optax.sgd", "optimizers.adam.learning_rate=0.1")
-    words = ("--from=run_001@latest", *ONE, "cfg.mesh.model=1", "cfg.num_epochs=5")
+    words = ("--from=run_001@latest", *ONE, "cfg.mesh.model=1", "cfg.num_epochs=4")
     _, output = run(*words, *other, code=1, origin=sharded)
     assert "self.optimizer in the checkpoint does not fit the config: opt_state.0.count is only there" in output
 

@@ -1,5 +1,6 @@
 """States of trees of arrays, places in a mesh, and what is missing."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,19 @@ import torch
 from flax import nnx
 from hidden import hiding
 from jax.sharding import Mesh
+from safetensors.torch import save_file
 
+from mlx_runtime import BaseModule
+from mlx_runtime.companions.jax.batches import own_rows
+from mlx_runtime.companions.jax.module import JaxModule
 from mlx_runtime.companions.jax.options import TrainConfig
-from mlx_runtime.companions.jax.states import adapter
+from mlx_runtime.companions.jax.states import LAYOUT, adapter
 from mlx_runtime.companions.jax.strategy import JAX, mesh_of, placed
+from mlx_runtime.companions.surgery.rules import parse
+from mlx_runtime.companions.surgery.sources import find
+from mlx_runtime.companions.surgery.transferring import Plan, tensors_of
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, MlxError
 
 pytestmark = pytest.mark.pure
 
@@ -29,6 +37,7 @@ def tree() -> Any:
         "flags": (jnp.array([True, False]), np.arange(3, dtype=np.uint32)),
         "lr": jnp.asarray(0.1),  # weakly typed
         "steps": 7,
+        "scalar": np.float64(3.5),
         "activation": jax.nn.relu,
     }
 
@@ -38,7 +47,11 @@ def test_a_tree_is_restored_with_its_types() -> None:
     saved = adapter(owner.tree, owner, "tree").state_dict()
     assert {type(value) for value in saved.values()} == {torch.Tensor, dict, int}
     assert saved["adam.0.mu.w"].dtype == torch.bfloat16
-    owner.tree = other = jax.tree.map(lambda leaf: leaf, tree()) | {"key": jax.random.key(4), "steps": 1}
+    owner.tree = other = jax.tree.map(lambda leaf: leaf, tree()) | {
+        "key": jax.random.key(4),
+        "steps": 1,
+        "scalar": np.float64(1),
+    }
     adapter(other, owner, "tree").load_state_dict(saved)
     assert owner.tree["steps"] == 7
     assert jnp.array_equal(jax.random.key_data(owner.tree["key"]), jax.random.key_data(jax.random.key(3)))
@@ -47,6 +60,7 @@ def test_a_tree_is_restored_with_its_types() -> None:
         (jnp.bfloat16, False),
     ]
     assert type(owner.tree["adam"][0]) is type(other["adam"][0])
+    assert (owner.tree["scalar"].dtype, owner.tree["scalar"]) == (np.float64, 3.5)
 
 
 def test_a_module_is_restored_in_place() -> None:
@@ -63,6 +77,7 @@ def test_a_module_is_restored_in_place() -> None:
         ({"flags.0": torch.tensor([True])}, r"flags.0 is torch.bool \(1,\), and torch.bool \(2,\) here"),
         ({"key": {"impl": "rbg", "key": torch.zeros(4)}}, "key is no key of the generator threefry2x32"),
         ({"more": 1}, "more is only there"),
+        ({LAYOUT: {"mesh": {"data": 2}, "specs": 5}}, "mlx_runtime.layout is none"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -74,8 +89,43 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Any], line: str) -> Non
 
 
 def test_other_attributes_are_no_states() -> None:
-    for item in (torch.nn.Linear(1, 1), {"a": 1}, "text", np.ones(2), object()):
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    for item in (torch.nn.Linear(1, 1), {"a": 1}, "text", np.ones(2), object(), {1: 2, "a": 3}, cycle):
         assert adapter(item, SimpleNamespace(item=item), "item") is None
+
+
+@pytest.mark.parametrize(
+    ("item", "line"),
+    [
+        ({"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(2)}, "two values of item have the name a.b in a checkpoint"),
+        ({1: jnp.ones(2), "a": 3}, "a checkpoint cannot hold the arrays of item: .*; a tree has no cycles, and its di"),
+        ([jnp.ones(2, jnp.float8_e4m3fn)], "a checkpoint cannot hold item.0, of the type float8_e4m3fn"),
+    ],
+    ids=["names", "keys", "types"],
+)
+def test_what_a_checkpoint_cannot_hold_is_refused(item: Any, line: str) -> None:
+    owner = SimpleNamespace(item=item)
+    with pytest.raises(MlxError, match=line):
+        adapter(item, owner, "item").state_dict()
+
+
+def test_weights_come_from_elsewhere(tmp_path: Path) -> None:
+    net = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    model = adapter(net, None, "net")
+    kernel = torch.ones(2, 3)
+    save_file({"first.kernel": kernel, "first.bias": torch.ones(3)}, tmp_path / "w.safetensors")
+    rules = [{"map": {"first.*": "layers.0.*"}}, {"fresh": "layers.1.*"}]
+    given = parse({"source": find(str(tmp_path / "w.safetensors"), None), "rules": rules}, "cfg.transfer.net")
+    plan = Plan(given, "net", model)
+    values = {name: plan.value(name, own) for name, own in tensors_of(model).items()}
+    model.load_state_dict({name: value for name, value in values.items() if value is not None}, strict=False)
+    assert (net.layers[0].kernel.tolist(), values["layers.1.kernel"]) == (kernel.tolist(), None)
+
+
+def test_only_rows_of_the_batch_are_local() -> None:
+    with pytest.raises(MlxError, match=r"self.local takes arrays with the 4 rows of the batch, not one of shape \(\)"):
+        own_rows({"mask": jnp.ones(4, bool)}, (jnp.float32(1),), SimpleNamespace(of_batches=jnp.ones(4).sharding))
 
 
 def device(process: int) -> Any:
@@ -118,11 +168,34 @@ def test_the_axes_of_a_mesh_make_up_all_devices() -> None:
         mesh_of({"data": 2}, devices)
 
 
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"precision": "bf16"}, "cfg.precision is for torch; give the layers dtype=jnp.bfloat16, and leave out"),
+        ({"mesh": {"data": -1, "model": -1}}, "cfg.mesh is {'data': -1, 'model': -1}; write devices per axis"),
+    ],
+    ids=["precision", "mesh"],
+)
+def test_settings_for_torch_are_refused(changed: dict[str, Any], line: str) -> None:
+    assert str(JAX.refusal(TrainConfig(**changed))).startswith(line)
+
+
+def test_updates_of_torch_are_refused() -> None:
+    with pytest.raises(MlxError, match="self.backward and self.optimizer_step are for torch; in JAX, write: loss, gra"):
+        JaxModule.optimizer_step(SimpleNamespace(backward=lambda: JaxModule.backward(None)))
+
+
+def test_an_experiment_for_torch_is_refused() -> None:
+    session = SimpleNamespace(context=SimpleNamespace(groups=SimpleNamespace(experiment=BaseModule())))
+    with pytest.raises(ConfigError, match="cfg.strategy=jax is for a JaxModule, but BaseModule is a BaseModule for"):
+        JAX.observe(None, session)
+
+
 def test_gpus_need_a_jaxlib_for_gpus() -> None:
     topology = Topology(0, 1, torch.device("cuda", 0))  # as torch sees it
     with (
-        pytest.raises(ConfigError, match="cfg.use_gpu=true, but JAX finds no GPU on rank 0; install a jaxlib for GPUs"),
-        JAX(TrainConfig(use_gpu=True), topology).connected(),
+        pytest.raises(ConfigError, match="rank 0 should use a GPU, but JAX finds none; install a jaxlib for GPUs"),
+        JAX(TrainConfig(use_gpu=None), topology).connected(),
     ):
         pass
 
