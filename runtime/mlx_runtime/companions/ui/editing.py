@@ -46,8 +46,10 @@ LIBRARIES = (
     "torch.optim.lr_scheduler",
     "torchmetrics.classification",
     "torchmetrics.regression",
+    "torchvision.models",
+    "timm",
 )
-"""Modules whose classes and functions are offered, besides those of the project."""
+"""Modules whose classes and functions are offered, besides those of the project, if they can be imported."""
 
 REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 """A reference to another value. Resolvers such as `oc.env` are refused."""

@@ -18,6 +18,17 @@ from mlx_runtime.errors import MlxError
 
 pytestmark = pytest.mark.process
 
+TIMM = '''"""With the signature of the library, which imports a torchvision for GPUs."""
+
+from torch import nn
+
+
+def create_model(model_name: str, pretrained: bool = False, **kwargs) -> nn.Module: ...
+
+
+def list_models(filter: str = "") -> list[str]: ...
+'''
+
 MORE = """
 from dataclasses import dataclass
 
@@ -72,6 +83,7 @@ def project(bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An experiment, shared by the tests that do not write to it."""
     folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("composing") / "digits"))
     (folder / "src" / "more.py").write_text(MORE)
+    (folder / "timm.py").write_text(TIMM)
     return folder
 
 
@@ -222,9 +234,10 @@ def test_classes_that_fit_the_annotation_are_offered(opened: Draft, stacked: Dra
     models, none = opened.offered("models.net")
     assert none == []
     assert models[0] == "src.models.DigitsNet"
-    assert {"src.more.Wide", "src.more.half", "src.models.ConvBlock", "torch.nn.Sequential", "torch.nn.Conv2d"} <= {
-        *models
-    }
+    own = {"src.more.Wide", "src.more.half", "src.models.ConvBlock"}
+    assert own | {"torch.nn.Sequential", "torch.nn.Conv2d", "timm.create_model"} <= {*models}
+    named = opened.edit("replace", "models.net", "timm.create_model").nodes["models.net"]["fields"]
+    assert (named["model_name"]["value"], named["pretrained"]["value"]) == ("", "false")
     assert not {"src.more.Evil", "torch.nn.Module", "torch.nn.Parameter", "torch.optim.SGD"} & {*models}
     assert opened.offered("models.net.first")[0] == ["src.models.ConvBlock", "src.more.Wide"]
     optimizers, _ = opened.offered("optimizers.adam")
