@@ -136,7 +136,7 @@ def allowed_changes(run: RunFolder, conf: Path, config: Config, another: str) ->
     """
     found = _known_changes(parse_config(conf.read_text(encoding="utf-8")), config.tree)
     found = [change for change in found if change.key.removeprefix("cfg.") not in IGNORED]
-    judged = [  # without checkpoints, nothing has come of the transfer yet
+    judged = [  # until the first checkpoint, the weights can come from another source
         change
         for change in found
         if change.key.split(".")[:2] != ["cfg", "transfer"] or CheckpointStore(run.checkpoints).any()

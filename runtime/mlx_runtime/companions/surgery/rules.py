@@ -76,10 +76,15 @@ class Pattern:
         expression = re.compile("(.*?)".join(map(re.escape, self.text.split("*"))))
         found = {name: match.groups() for name in names if (match := expression.fullmatch(name))}
         if not found:
-            near = {*names, *(f"{name[: dot.start()]}.*" for name in names for dot in re.finditer(r"\.", name))}
-            cure = suggest(self.text, near, "mlx xp surgery SOURCE")
+            cure = suggest_pattern(self.text, names, "mlx xp surgery SOURCE")
             raise ConfigError(f"{self} matches no tensor of {title}.{cure}")
         return found
+
+
+def suggest_pattern(text: str, names: Collection[str], command: str) -> str:
+    """Return a hint with the name or pattern nearest to one that matches none of the names; see `suggest`."""
+    near = {*names, *(f"{name[: dot.start()]}.*" for name in names for dot in re.finditer(r"\.", name))}
+    return suggest(text, near, command)
 
 
 def patterns(given: Transfer, *kinds: str) -> list[Pattern]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mlx_runtime.companions.sharding.blocks import repeated_blocks
+from mlx_runtime.companions.surgery.rules import suggest_pattern
 from mlx_runtime.config.building import build, build_optimizers
 from mlx_runtime.config.checks import problems_of
 from mlx_runtime.config.constructors.targets import path_of
@@ -292,8 +293,7 @@ def matching(
     for pattern, value in patterns.items():
         here = {path: param for path, param in named.items() if fnmatchcase(path, pattern)}
         if not here:
-            above = {".".join([*path.split(".")[:end], "*"]) for path in named for end in range(1, path.count(".") + 1)}
-            near = suggest(pattern, {*named, *above}, "print(model)")
+            near = suggest_pattern(pattern, named, "print(model)")
             raise ConfigError(f"{key}: {pattern!r} matches no {what}.{near}")
         for path, param in here.items():
             if patterns[other := found.setdefault(param, pattern)] != value:
