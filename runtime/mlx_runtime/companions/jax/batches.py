@@ -57,24 +57,23 @@ class Batches:
         if self._strategy.topology.world_size > 1 and not loader.compared:
             loader.compare_rows()
         rows = -(-loader.largest // multiple) * multiple
-        whole = self._put(MASK, torch.ones(rows, dtype=torch.bool))
         with contextlib.closing(batches):  # type: ignore[type-var]  # a generator
             for batch in batches:
-                yield self._filled(batch, whole)
+                yield self._filled(batch, rows)
 
-    def _filled(self, batch: Batch, whole: jax.Array) -> Batch:
-        """Return a batch with as many rows as the mask of a whole one has for this worker."""
+    def _filled(self, batch: Batch, rows: int) -> Batch:
+        """Return a batch with this number of rows of this worker."""
         if MASK in batch:
             raise DatasetError(f"datasets.{self.shard.name} has a column {MASK!r}, as all batches in JAX do; rename it")
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         self._check_shapes(tensors)
-        rows = len(whole) // self._strategy.topology.data_parallel_size
-        count = len(next(iter(tensors.values()), range(rows)))
+        count, mask = len(next(iter(tensors.values()), range(rows))), None
         if count < rows:
             filled = torch.arange(rows)
             tensors = {name: value[filled % count] for name, value in tensors.items()}
-            whole = self._put(MASK, filled < count)
-        return {**batch, **{name: self._put(name, value) for name, value in tensors.items()}, MASK: whole}
+            mask = self._put(MASK, filled < count)
+        arrays = {name: self._put(name, value) for name, value in tensors.items()}
+        return {**batch, **arrays, MASK: self._strategy.whole_mask(rows) if mask is None else mask}
 
     def _check_shapes(self, tensors: Batch) -> None:
         """Check that rows have the shapes of the first batch on rank 0, because all of them become one array."""
@@ -93,10 +92,7 @@ class Batches:
                 )
 
     def _put(self, name: str, tensor: torch.Tensor) -> jax.Array:
-        narrow = narrowed(tensor, f"datasets.{self.shard.name}: {name!r}")
-        if self._strategy.topology.world_size == 1:  # the same, in a third of the time
-            return jax.device_put(narrow, self._strategy.of_batches)
-        return jax.make_array_from_process_local_data(self._strategy.of_batches, narrow)
+        return self._strategy.put(narrowed(tensor, f"datasets.{self.shard.name}: {name!r}"))
 
 
 def narrowed(tensor: torch.Tensor, title: str) -> Any:
@@ -116,15 +112,16 @@ def narrowed(tensor: torch.Tensor, title: str) -> Any:
 
 def own_rows(batch: Batch, arrays: tuple[Any, ...], strategy: JAX) -> list[torch.Tensor]:
     """Return the rows of this worker in arrays that belong to a batch, without those that fill it up."""
-    sharding = strategy.of_batches
+    mask, sharding = batch[MASK], strategy.of_batches
+    whole = mask is strategy.whole_mask(len(mask) // strategy.topology.data_parallel_size)
+    rows = slice(None) if whole else part_of(mask)[0]
     found = []
-    for array in (batch[MASK], *arrays):
-        if array.shape[:1] != batch[MASK].shape:
+    for array in arrays:
+        if array.shape[:1] != mask.shape:
             raise MlxError(
-                f"self.local takes arrays with the {len(batch[MASK])} rows of the batch, not one of shape {array.shape}"
+                f"self.local takes arrays with the {len(mask)} rows of the batch, not one of shape {array.shape}"
             )
-        if not array.sharding.is_equivalent_to(sharding, array.ndim):
+        if array.sharding != sharding and not array.sharding.is_equivalent_to(sharding, array.ndim):
             array = jax.device_put(array, sharding)
-        found.append(part_of(array)[0])
-    mask, *parts = found
-    return [as_tensors(part if mask.all() else part[mask]) for part in parts]
+        found.append(as_tensors(part_of(array)[0][rows]))
+    return found

@@ -190,6 +190,8 @@ def _restored(name: str, leaf: Any, value: Any) -> Any:
 
 def part_of(array: jax.Array) -> tuple[Any, list[int]]:
     """Return the part of an array that the devices of this worker hold, and its position."""
+    if array.is_fully_addressable:
+        return np.asarray(array), [0] * array.ndim
     boxes = [
         ([part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True)], shard.data)
         for shard in array.addressable_shards

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -44,6 +45,7 @@ class JAX(DDP):
     def __init__(self, cfg: Any, topology: Topology) -> None:
         super().__init__(cfg, topology)
         self.shards = topology.world_size > 1
+        self._whole: dict[int, jax.Array] = {}  # masks, by number of rows
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
@@ -95,10 +97,22 @@ class JAX(DDP):
         described = (f"on the mesh {axes}",) if self.mesh.size > self.mesh.shape.get("data", 1) else ()
         return WorkersStarted(jax.devices()[0].device_kind, total, self.topology.world_size, described)
 
-    @property
+    @cached_property
     def of_batches(self) -> NamedSharding:
         """The sharding of batches, along the axis `data`."""
         return NamedSharding(self.mesh, PartitionSpec("data" if "data" in self.mesh.shape else None))
+
+    def put(self, rows: Any) -> jax.Array:
+        """Return the array of all workers from an array of NumPy with the rows of this one."""
+        if self.topology.world_size == 1:  # the same, in a third of the time
+            return jax.device_put(rows, self.of_batches)
+        return jax.make_array_from_process_local_data(self.of_batches, rows)
+
+    def whole_mask(self, rows: int) -> jax.Array:
+        """Return the mask of batches that have this number of rows per worker and no padding: always the same one."""
+        if rows not in self._whole or self._whole[rows].is_deleted():  # because it was donated
+            self._whole[rows] = self.put(np.ones(rows, bool))
+        return self._whole[rows]
 
     @property
     def row_multiple(self) -> int:

@@ -41,9 +41,9 @@ def as_tensors(value: Any) -> Any:
     if isinstance(value, torch.Tensor | np.generic | type) or not hasattr(value, "__array__"):
         return value
     array = np.array(value)  # a copy, which training does not change
-    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not know
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     try:
         return torch.from_numpy(array)
-    except TypeError:  # of objects or text, which `plain_entries` reports
-        return value
+    except TypeError:
+        if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not know
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return value  # objects or text, which `plain_entries` reports
