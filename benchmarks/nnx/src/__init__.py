@@ -1,0 +1,3 @@
+import mlx_runtime
+
+mlx_runtime.defer_loading(__name__)
