@@ -115,9 +115,11 @@ class ConsoleLines:
             self._print(f"workers   {event.world_size} started")
         cfg = self._plan.config.cfg
         threads = f"{plural(cfg.cpus_per_worker, 'thread')} per worker"
-        precision = "fp32" if cfg.precision == 32 else cfg.precision
+        precision = ", fp32" if cfg.precision == 32 else f", {cfg.precision}"
+        if cfg.strategy == "jax":  # each layer has its own
+            precision = ""
         trained = f", {event.trained:,} trained" if event.trained not in (None, event.parameters) else ""
-        self._print(f"device    {event.device}, {precision}, {threads}, {event.parameters:,} parameters{trained}")
+        self._print(f"device    {event.device}{precision}, {threads}, {event.parameters:,} parameters{trained}")
         for line in event.sharded:
             self._print(f"sharded   {line}")
 

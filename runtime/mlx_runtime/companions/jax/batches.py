@@ -113,14 +113,15 @@ def narrowed(tensor: torch.Tensor, title: str) -> Any:
 def own_rows(batch: Batch, arrays: tuple[Any, ...], strategy: JAX) -> list[torch.Tensor]:
     """Return the rows of this worker in arrays that belong to a batch, without those that fill it up."""
     mask, sharding = batch[MASK], strategy.of_batches
-    whole = mask is strategy.whole_mask(len(mask) // strategy.topology.data_parallel_size)
-    rows = slice(None) if whole else part_of(mask)[0]
-    found = []
     for array in arrays:
         if array.shape[:1] != mask.shape:
             raise MlxError(
                 f"self.local takes arrays with the {len(mask)} rows of the batch, not one of shape {array.shape}"
             )
+    whole = mask is strategy.whole_mask(len(mask) // strategy.topology.data_parallel_size)
+    rows = slice(None) if whole else part_of(mask)[0]
+    found = []
+    for array in arrays:
         if array.sharding != sharding and not array.sharding.is_equivalent_to(sharding, array.ndim):
             array = jax.device_put(array, sharding)
         found.append(as_tensors(part_of(array)[0][rows]))
