@@ -73,18 +73,23 @@ class Pattern:
 
     def matches(self, names: Collection[str], title: str) -> dict[str, tuple[str, ...]]:
         """Return the names that match, with the text for each `*`; raise ConfigError if there are none."""
-        expression = re.compile("(.*?)".join(map(re.escape, self.text.split("*"))))
-        found = {name: match.groups() for name in names if (match := expression.fullmatch(name))}
-        if not found:
-            cure = suggest_pattern(self.text, names, "mlx xp surgery SOURCE")
-            raise ConfigError(f"{self} matches no tensor of {title}.{cure}")
+        return match(self.text, names, f"{self} matches no tensor of {title}", "mlx xp surgery SOURCE")
+
+
+def match(pattern: str, names: Collection[str], problem: str, command: str) -> dict[str, tuple[str, ...]]:
+    """Return the names that match a pattern, with the text for each `*`, as short as possible from the left.
+
+    Raises:
+        ConfigError: there are none; it begins with the problem, and suggests the nearest pattern or the command.
+    """
+    first, *others = rf"{re.escape(pattern)}\Z".split(r"\*")
+    # A lookahead keeps its first match, so that a pattern of many `*` takes no more time than one pass for each.
+    steps = (rf"(?=(?P<text{number}>.*?){text})(?P=text{number}){text}" for number, text in enumerate(others))
+    expression = re.compile(first + "".join(steps), re.DOTALL)
+    if found := {name: fit.groups() for name in names if (fit := expression.match(name))}:
         return found
-
-
-def suggest_pattern(text: str, names: Collection[str], command: str) -> str:
-    """Return a hint with the name or pattern nearest to one that matches none of the names; see `suggest`."""
     near = {*names, *(f"{name[: dot.start()]}.*" for name in names for dot in re.finditer(r"\.", name))}
-    return suggest(text, near, command)
+    raise ConfigError(f"{problem}.{suggest(pattern, near, command)}")
 
 
 def patterns(given: Transfer, *kinds: str) -> list[Pattern]:

@@ -17,7 +17,7 @@ from torch import nn
 from mlx_runtime import open_run
 from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.companions.surgery.inspection import tensor_rows
-from mlx_runtime.companions.surgery.rules import named, parse, problems, treatments
+from mlx_runtime.companions.surgery.rules import match, named, parse, problems, treatments
 from mlx_runtime.companions.surgery.sources import INDEX, MARK, find, mean, read
 from mlx_runtime.companions.surgery.transferring import Plan
 from mlx_runtime.errors import ConfigError, UsageError
@@ -74,6 +74,23 @@ def test_names_are_mapped_at_once_by_the_first_rule_that_matches() -> None:
         "encoder.embed": "head.weight",
         "encoder.head.weight": "embed",
     }
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        ("a.*.*", {"a.b.c.d": ("b", "c.d")}),
+        ("**d", {"a.b.c.d": ("", "a.b.c.")}),
+        ("a.b", {"a.b": ()}),
+        ("a.?", {"a.?": ()}),
+        ("a[0].*", {"a[0].w": ("w",)}),
+        ("*a" * 51, {"a" * 60: ("",) * 50 + ("a" * 9,)}),
+    ],
+)
+def test_a_pattern_has_one_match(pattern: str, texts: dict[str, tuple[str, ...]]) -> None:
+    """Only `*` is special. Trying all texts for 50 of them would take years."""
+    assert match(pattern, ["a.b", "a.b.c.d", "a.?", "a[0].w", "ab", "a" * 60, "a" * 60 + "b"], "", "") == texts
 
 
 @pytest.mark.pure
