@@ -191,3 +191,7 @@ class Transfer(Section):
     model: str | None = None
     rules: tuple[Rule, ...] = ()
     pinned: dict[str, str] = field(default_factory=dict)
+
+
+OF_MODELS = {"transfer": Transfer, "tuning": Tuning}
+"""Classes of the sections that `cfg` has for each model, by its name. Files do not name them."""

@@ -15,8 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mlx_runtime.companions.sharding.blocks import repeated_blocks
 from mlx_runtime.companions.surgery import rules
-from mlx_runtime.config.building import build, build_optimizers
-from mlx_runtime.config.checks import problems_of
+from mlx_runtime.config.building import build_optimizers
 from mlx_runtime.config.constructors.targets import path_of
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import relearn_parameters
@@ -31,14 +30,14 @@ Parameters = dict[str, nn.Parameter]
 
 
 def problems(cfg: Any) -> list[str]:
-    """Return one line per setting in `cfg.tuning` that does not exist, or has a wrong value."""
-    unbuilt = {name: item for name, item in cfg.tuning.items() if not isinstance(item, Tuning)}
-    tree = {f"cfg.tuning.{name}": _node(item) for name, item in unbuilt.items()}
-    if found := [item.text for item in problems_of(tree, dict.fromkeys(tree, Tuning), Tuning)]:
-        return found
+    """Return one line per setting in `cfg.tuning` that has a wrong value."""
+    found: list[str] = []
     if cfg.replicas != Replicas():
         found.append("cfg.tuning cannot be combined with cfg.replicas; remove one of them")
-    for name, item in _sections(cfg).items():
+    for name, item in cfg.tuning.items():
+        if not isinstance(item, Tuning):
+            found.append(f"cfg.tuning.{name} is {item!r:.100}, not settings of {path_of(Tuning)}")
+            continue
         values = [
             ("layer_decay", item.layer_decay, item.layer_decay is None or 0 < item.layer_decay <= 1, "(0, 1]"),
             *(("unfreeze", value, value >= 0, "0 or more") for value in item.unfreeze.values()),
@@ -46,19 +45,6 @@ def problems(cfg: Any) -> list[str]:
         ]
         found += [f"cfg.tuning.{name}.{key} is {value!r}; write {fit}" for key, value, fits, fit in values if not fits]
     return found
-
-
-def builds_weights(cfg: Any) -> bool:
-    """Return True if constructors must load the weights of models even if a checkpoint will be restored."""
-    return any(item.save == "trained" for item in _sections(cfg).values())
-
-
-def _node(item: Any) -> Any:
-    return {**item, "_target_": path_of(Tuning)} if isinstance(item, dict) else item
-
-
-def _sections(cfg: Any) -> dict[str, Tuning]:
-    return {name: build(_node(item), f"cfg.tuning.{name}") for name, item in cfg.tuning.items()}
 
 
 class Tuner:
@@ -73,10 +59,10 @@ class Tuner:
         ConfigError: a pattern matches nothing, two contradict each other, or there is no such model.
     """
 
-    def __init__(self, cfg: Any, group: Any, topology: Topology) -> None:
+    def __init__(self, sections: Mapping[str, Tuning], group: Any, topology: Topology) -> None:
         if topology.model_parallel_size > 1:
             raise ConfigError("cfg.tuning works with cfg.strategy=ddp and fsdp, not with pipelines")
-        self.passes, self._workers, self._sections = 0, topology.world_size, _sections(cfg)
+        self.passes, self._workers, self._sections = 0, topology.world_size, sections
         until: dict[nn.Parameter, int | None] = {}
         self._names: dict[nn.Parameter, str] = {}
         self._rates: dict[nn.Parameter, dict[str, Any]] = {}  # options of parameter groups
