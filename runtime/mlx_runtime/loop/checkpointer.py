@@ -94,7 +94,7 @@ class Checkpointer:
         sharded = strategy.shards or self._is_sharded()
         groups = self._group_states() if writes or sharded else {}
         if sharded:
-            groups = strategy.consolidate(groups)
+            groups |= strategy.consolidate({name: groups[name] for name in SAVED_ONCE})
         parts = companions.part("sharding.saving").Parts() if any(map(is_sharded, tensors(groups))) else None
         of_rank: State = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
@@ -113,13 +113,12 @@ class Checkpointer:
             self._saver.save(state, checkpoint, parts)
 
     def _group_states(self) -> State:
-        """Return the states of the groups that are saved from rank 0."""
+        """Return the states of the groups that are saved from rank 0, and entries of the strategy."""
         groups = {
             group: {name: state for name, state in self._states(group).items() if name not in self._of_workers(group)}
             for group in SAVED_ONCE
         }
-        tuning = self._optimization.strategy.tuning
-        return groups if tuning is None else groups | {"models": tuning.without_frozen(groups["models"])}
+        return groups | self._optimization.strategy.state_dict(groups["models"])
 
     def _states(self, group: str) -> State:
         """Return the states of the members of a group, and report members that cannot be part of a checkpoint."""
@@ -149,8 +148,6 @@ class Checkpointer:
         state["global_step"] = context.progress.global_step
         state["config"] = dict(context.shown_config)
         state["on_device"] = on_device(context.groups["tools"])
-        if (tuning := self._optimization.strategy.tuning) is not None:
-            state["tuning"] = tuning.passes
         state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
         return state | {"scaler": self._optimization.state_dict()} | self._reporter.state_dict()
 
@@ -194,8 +191,7 @@ class Checkpointer:
         self._load_per_worker(prepared, self._context.groups.members("per_worker"))
         self._load_rank(prepared, metrics=True)
         self._optimization.load_state_dict(state["scaler"])
-        if (tuning := self._optimization.strategy.tuning) is not None:
-            tuning.passes = state.get("tuning", 0)
+        self._optimization.strategy.load_state_dict(state)
         self._reporter.restore(state)
         self.step = progress.global_step = state["global_step"]
         context.cfg.start_epoch = progress.epoch = state["epoch"] + state["finished"]
