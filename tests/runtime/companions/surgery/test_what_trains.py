@@ -26,6 +26,7 @@ from mlx_runtime.errors import ConfigError
 from mlx_runtime.loop.context import Groups
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.loop.resuming import set_group_values
+from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.checkpoints.groups import load_into, state_of
 from mlx_runtime.sections import Tuning
 
@@ -242,6 +243,24 @@ def test_states_without_frozen_parameters() -> None:
         load_into(other.models, states, "models")
     with pytest.raises(ConfigError, match=r"models\.net\.stem\.bias is frozen, and not as its constructor builds it"):
         tuner.without_frozen(state_of(made.models)[0])
+
+
+@pytest.mark.pure
+def test_a_checkpoint_has_the_passes_that_count(tmp_path: Path) -> None:
+    """Another loader may lead after a restart, and has not made them."""
+    checkpoints, tuners = [], []
+    for _ in range(2):
+        made, tuner, _ = tuned(freeze=["head.*"], unfreeze={"head.*": 3}, save="trained")
+        strategy = DDP(TrainConfig(), ALONE)
+        strategy.tuning = tuner
+        module = BaseModule(cfg=TrainConfig(), models=made.models, optimizers=made.optimizers)
+        checkpoints.append(attach(module, tmp_path, strategy=strategy).checkpoints)
+        tuners.append(tuner)
+    tuners[0].passes = 2
+    checkpoints[0].save(0, finished=True)
+    checkpoints[0].wait()
+    checkpoints[1].restore()
+    assert tuners[1].passes == 2
 
 
 DIGITS = """
