@@ -151,7 +151,7 @@ class Sharding(Section):
 
 @dataclass(frozen=True)
 class Tuning(Section):
-    """What trains of one model. `*` in a pattern matches any part of the name of a parameter, with its dots.
+    """What trains of one model. `*` in a pattern stands for any text in the name of a parameter, also with dots.
 
     Attributes:
         freeze: patterns of parameters that do not train.
@@ -191,3 +191,7 @@ class Transfer(Section):
     model: str | None = None
     rules: tuple[Rule, ...] = ()
     pinned: dict[str, str] = field(default_factory=dict)
+
+
+OF_MODELS = {"transfer": Transfer, "tuning": Tuning}
+"""Classes of the sections that `cfg` has for each model, by its name. Files do not name them."""

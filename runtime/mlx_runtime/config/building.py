@@ -13,7 +13,7 @@ from mlx_runtime.config.constructors import declarations
 from mlx_runtime.config.constructors.signatures import parameters, takes_any_keyword, try_convert
 from mlx_runtime.config.constructors.targets import object_at, path_of
 from mlx_runtime.errors import USER_ERRORS, ConfigError, full_message, suggest
-from mlx_runtime.sections import Section
+from mlx_runtime.sections import OF_MODELS, Section
 
 Tree = dict[str, Any]
 
@@ -149,13 +149,24 @@ def build_cfg(node: Tree, base: type) -> Any:
 def runtime_settings(node: Tree, base: Any) -> Tree:
     """Return a node of the runtime's settings in `cfg`, without values that name classes of the user."""
     settings: Tree = {"_target_": path_of(base)}
+    node = _with_classes(node, base)
     for item in dataclasses.fields(base):
         value = node.get(item.name)
         if isinstance(item.default, Section) and isinstance(value, dict):
             settings[item.name] = runtime_settings(value, type(item.default))
-        elif item.name in node and not _names_code(value):
+        elif item.name in node and (item.name in OF_MODELS or not _names_code(value)):
             settings[item.name] = value
     return settings
+
+
+def _with_classes(cfg: Tree, base: type) -> Tree:
+    """Return the node `cfg` with the classes of the sections that it has for each model."""
+    cfg = dict(cfg)
+    for name, kind in OF_MODELS.items():
+        if hasattr(base, name) and isinstance(nodes := cfg.get(name), dict):
+            target = {"_target_": path_of(kind)}
+            cfg[name] = {model: target | item if isinstance(item, dict) else item for model, item in nodes.items()}
+    return cfg
 
 
 def _names_code(value: Any) -> bool:
@@ -166,6 +177,7 @@ def _names_code(value: Any) -> bool:
 
 def split_cfg(node: Tree, base: type) -> tuple[Tree, Tree]:
     """Split the node `cfg` into the settings of the user's class and the runtime's settings that it lacks."""
+    node = _with_classes(node, base)
     taken = {item.name for item in parameters(object_at(node["_target_"])) or []}
     rest = {item.name for item in dataclasses.fields(base)} - taken
     own = {name: value for name, value in node.items() if name not in rest}

@@ -18,7 +18,7 @@ from mlx_runtime.config.constructors.signatures import (
 )
 from mlx_runtime.config.constructors.targets import import_problem, object_at, path_of
 from mlx_runtime.errors import suggest
-from mlx_runtime.sections import Transfer, Tuning
+from mlx_runtime.sections import OF_MODELS
 
 REPLACED = {"cfg.restore_strict": " It is gone: delete it; if it was false, see cfg.transfer."}
 """Cures for settings of earlier versions, by key."""
@@ -91,10 +91,10 @@ def _value_problems(value: Any, hint: Any, key: str, owner: str) -> list[Problem
 
 def _node_problems(node: Tree, hint: Any, key: str, owner: str) -> Iterator[Problem]:
     path, target_key = node["_target_"], f"{key}._target_"
-    section = next((item for item in ("cfg.transfer", "cfg.tuning") if f"{key}.".startswith(f"{item}.")), None)
-    plain = section is not None and path not in map(path_of, (Transfer, Tuning))
+    section = next((item for item in OF_MODELS if f"{key}.".startswith(f"cfg.{item}.")), "")
+    plain = section and path != path_of(OF_MODELS[section])
     if plain or not isinstance(path, str):
-        needed = f"allowed in {section}; remove it" if plain else "the dotted path of a class or function"
+        needed = f"allowed in cfg.{section}; remove it" if plain else "the dotted path of a class or function"
         yield Problem(target_key, f"{target_key} is {path!r:.100}, not {needed}")
         return
     try:

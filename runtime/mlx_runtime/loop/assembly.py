@@ -54,7 +54,7 @@ def build_experiment(job: Job, topology: Topology, cfg: Any, strategy: "DDP") ->
         elif name not in ("cfg", "optimizers"):
             groups[name] = build(node, name)
     if cfg.tuning:
-        strategy.tuning = companions.part("surgery.tuning").Tuner(cfg, groups.get("models"), strategy.topology)
+        strategy.tuning = companions.part("surgery.tuning").Tuner(cfg.tuning, groups.get("models"), strategy.topology)
     if "optimizers" in job.tree:
         make_optimizers = strategy.tuning.optimizers if cfg.tuning else build_optimizers
         groups["optimizers"] = make_optimizers(job.tree["optimizers"], groups.get("models"))
@@ -69,9 +69,8 @@ def silence_load_reports() -> None:
 
 def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any]) -> bool:
     """Return True if a checkpoint will overwrite the pretrained weights of models. Every worker must call this."""
-    if not any(is_pretrained(object_at(target)) for target in targets_of(models)) or (
-        cfg.tuning and companions.part("surgery.tuning").builds_weights(cfg)
-    ):
+    builds_weights = any(item.save == "trained" for item in (cfg.tuning or {}).values())
+    if builds_weights or not any(is_pretrained(object_at(target)) for target in targets_of(models)):
         return False
     some = broadcast(CheckpointStore(job.folder.checkpoints).any() if topology.writes else None)
     return bool(some or cfg.restore_checkpoint_path)

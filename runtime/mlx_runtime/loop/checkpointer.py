@@ -43,9 +43,6 @@ SAVED_PER_RANK = ("metrics", "losses")
 MADE_BY_LOOP = ("tools", "own")
 """Groups to which `worker_loop` may add objects; these are restored when the first pass begins."""
 
-EVERYTHING = dict.fromkeys(SAVED_ONCE)
-"""All members of these groups."""
-
 
 class _Unfinished(NamedTuple):
     """A restored checkpoint until its first pass begins, when `resume` restores what the loop has made by then."""
@@ -59,6 +56,7 @@ class Checkpointer:
 
     def __init__(self, context: RunContext, reporter: Reporter, optimization: Optimization) -> None:
         self._context, self._reporter, self._optimization = context, reporter, optimization
+        self._groups, self._topology = context.groups, context.topology
         self.loaders: dict[str, Loader] = {}  # by name of the dataset
         self.positions: dict[str, Any] = {}  # positions of loaders that the loop has not used since the restore
         self.requested = False  # a checkpoint is saved as soon as the current update is complete
@@ -77,7 +75,7 @@ class Checkpointer:
 
     def check(self) -> None:
         """Raise a ConfigError before training if attributes of tools would be refused by `save`."""
-        tools = self._context.groups.members("tools").items()
+        tools = self._groups.members("tools").items()
         # A state_dict may be slow, or expect that training has begun.
         state_of(SimpleNamespace(**{name: item for name, item in tools if not hasattr(item, "state_dict")}))
 
@@ -90,15 +88,15 @@ class Checkpointer:
         self._values = {**(self._values if before == self._valued_at else {}), **self._reporter.unsaved}
         self._reporter.unsaved = {}
         self.requested, self.step = False, self._context.progress.global_step
-        writes, strategy = self._context.topology.writes, self._optimization.strategy
+        writes, strategy = self._topology.writes, self._optimization.strategy
         sharded = strategy.shards or self._is_sharded()
         groups = self._group_states() if writes or sharded else {}
         if sharded:
-            groups = strategy.consolidate(groups)
+            groups |= strategy.consolidate({name: groups[name] for name in SAVED_ONCE})
         parts = companions.part("sharding.saving").Parts() if any(map(is_sharded, tensors(groups))) else None
-        of_rank: State = {"random": randomness.random_state_dict(self._context.topology.device)}
+        of_rank: State = {"random": randomness.random_state_dict(self._topology.device)}
         for name in SAVED_PER_RANK:
-            of_rank[name] = state_of(self._context.groups[name])[0]
+            of_rank[name] = state_of(self._groups[name])[0]
         of_rank["per_worker"] = self._states("per_worker")
         if parts is not None:
             of_rank, groups = (
@@ -107,25 +105,24 @@ class Checkpointer:
         ranks = gather(copy_to_cpu(of_rank))  # on the CPU: rank 0 may not have their GPU
         state: State | None = None
         if writes and ranks is not None:
-            state = self._state(ranks, groups) | {"epoch": epoch, "finished": finished}
+            state = self._state(ranks) | groups | {"epoch": epoch, "finished": finished}
         checkpoint = CheckpointInfo(epoch, finished, self._context.progress.global_step, dict(self._values))
         if parts is not None or state is not None:
             self._saver.save(state, checkpoint, parts)
 
     def _group_states(self) -> State:
-        """Return the states of the groups that are saved from rank 0."""
+        """Return the states of the groups that are saved from rank 0, and entries of the strategy."""
         groups = {
             group: {name: state for name, state in self._states(group).items() if name not in self._of_workers(group)}
             for group in SAVED_ONCE
         }
-        tuning = self._optimization.strategy.tuning
-        return groups if tuning is None else groups | {"models": tuning.without_frozen(groups["models"])}
+        return groups | self._optimization.strategy.state_dict(groups["models"])
 
     def _states(self, group: str) -> State:
         """Return the states of the members of a group, and report members that cannot be part of a checkpoint."""
         context = self._context
         secrets = hidden_texts(context.config, context.shown_config)
-        states, left_out = state_of(context.groups[group], secrets)
+        states, left_out = state_of(self._groups[group], secrets)
         titles = ", ".join(f"{group}.{name}".removeprefix("own.").removeprefix("per_worker.") for name in left_out)
         if titles and group in ("models", "optimizers"):
             raise MlxError(f"{titles} cannot be part of a checkpoint: only numbers, text and tensors can")
@@ -138,25 +135,27 @@ class Checkpointer:
 
     def _of_workers(self, group: str) -> set[str]:
         """Return the names of the members of a group whose state differs by worker."""
-        return {name for name, item in self._context.groups.members(group).items() if is_per_worker(item)}
+        return {name for name, item in self._groups.members(group).items() if is_per_worker(item)}
 
-    def _state(self, ranks: list[Any], groups: State) -> State:
-        """Return the content of a checkpoint, given the states of each rank and of groups."""
-        context = self._context
-        replicas = context.topology.replicas
-        state: State = {"ranks": [ranks[rank] for item in replicas for rank in item], "world_size": len(ranks)}
-        state |= {"replica_sizes": [*map(len, replicas)], "seed": context.cfg.seed} | groups
-        state["global_step"] = context.progress.global_step
-        state["config"] = dict(context.shown_config)
-        state["on_device"] = on_device(context.groups["tools"])
-        if (tuning := self._optimization.strategy.tuning) is not None:
-            state["tuning"] = tuning.passes
-        state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
-        return state | {"scaler": self._optimization.state_dict()} | self._reporter.state_dict()
+    def _state(self, ranks: list[Any]) -> State:
+        """Return the content of a checkpoint besides groups and the epoch, given the states of each rank."""
+        replicas = self._topology.replicas
+        return {
+            "ranks": [ranks[rank] for item in replicas for rank in item],
+            "world_size": len(ranks),
+            "replica_sizes": [*map(len, replicas)],
+            "seed": self._context.cfg.seed,
+            "global_step": self._context.progress.global_step,
+            "config": dict(self._context.shown_config),
+            "on_device": on_device(self._groups["tools"]),
+            "loaders": self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()},
+            "scaler": self._optimization.state_dict(),
+            **self._reporter.state_dict(),
+        }
 
     def _complete(self, checkpoint: CheckpointInfo) -> None:
         """Report a complete checkpoint, and remove those that are not kept. Called in the background."""
-        if not self._context.topology.writes:
+        if not self._topology.writes:
             return
         saved, cfg = self._context.checkpoints, self._context.cfg
         saved.prune(cfg.keep_checkpoints, cfg.monitor, cfg.mode)
@@ -181,21 +180,23 @@ class Checkpointer:
         """Restore the latest checkpoint, or else the one in `cfg`; see `BaseModule.restore_checkpoint`."""
         found = self._find()
         if found is None:
+            if self._context.cfg.transfer and not self._transferred:
+                self._transferred = True  # the loop may call `restore_checkpoint`, too
+                companions.part("surgery.transferring").transfer(self._context, self._reporter)
             return None
         state, prepared = found
         context, progress = self._context, self._context.progress
         regrouped = self._regrouped_by_loop(state)
         for name in SAVED_ONCE:
-            others = {*state[name], *context.groups.members(name)} - regrouped if name == "optimizers" else None
+            others = {*state[name], *self._groups.members(name)} - regrouped if name == "optimizers" else None
             self._load(name, prepared, only=others)
-        restored = {name: set(context.groups.members(name)) for name in (*MADE_BY_LOOP, "optimizers")}
+        restored = {name: set(self._groups.members(name)) for name in (*MADE_BY_LOOP, "optimizers")}
         restored["optimizers"] -= regrouped
         self._set_group_values(state)
-        self._load_per_worker(prepared, self._context.groups.members("per_worker"))
+        self._load_per_worker(prepared, self._groups.members("per_worker"))
         self._load_rank(prepared, metrics=True)
         self._optimization.load_state_dict(state["scaler"])
-        if (tuning := self._optimization.strategy.tuning) is not None:
-            tuning.passes = state.get("tuning", 0)
+        self._optimization.strategy.load_state_dict(state)
         self._reporter.restore(state)
         self.step = progress.global_step = state["global_step"]
         context.cfg.start_epoch = progress.epoch = state["epoch"] + state["finished"]
@@ -231,17 +232,17 @@ class Checkpointer:
             return
         within = loader is not None and not state["finished"]
         self._unfinished = None
-        wanted = {name: set(self._context.groups.members(name)) - done for name, done in restored.items()}
+        wanted = {name: set(self._groups.members(name)) - done for name, done in restored.items()}
         new = wanted["own"] | {f"tools.{item}" for item in wanted["tools"]}
         if any(wanted.values()):
-            wanted["optimizers"] = set(self._context.groups.members("optimizers"))  # a new scheduler has changed them
+            wanted["optimizers"] = set(self._groups.members("optimizers"))  # a new scheduler has changed them
         prepared = self._prepare(state, wanted)
         for name, names in wanted.items():
             self._load(name, prepared, only=names & set(state[name]))
         if wanted["optimizers"]:
             self._set_group_values(state)
         for name in MADE_BY_LOOP:
-            for missing in sorted(set(state[name]) - set(self._context.groups.members(name))):
+            for missing in sorted(set(state[name]) - set(self._groups.members(name))):
                 title = f"{'self' if name == 'own' else name}.{missing}"
                 self._reporter.notice(f"{title} is only in the checkpoint: assign it before the first batch")
         if loader is not None:
@@ -250,7 +251,7 @@ class Checkpointer:
             self._reporter.notice(
                 f"epoch {state['epoch'] + 1} is repeated from its beginning, after the updates of its interrupted part"
             )
-        self._load_per_worker(prepared, self._context.groups.members("per_worker") if within else new)
+        self._load_per_worker(prepared, self._groups.members("per_worker") if within else new)
         if within:
             self._reporter.states |= state["numbers"]["states"]
         self._context.progress.interrupted = within
@@ -262,7 +263,7 @@ class Checkpointer:
         made = {
             f"{group}.{name}".replace("own.", "self.")
             for group, names in self._unfinished.restored.items()
-            for name in set(self._context.groups.members(group)) - names
+            for name in set(self._groups.members(group)) - names
             if name in self._unfinished.state[group]
         }
         if made:
@@ -275,7 +276,7 @@ class Checkpointer:
         """Return the optimizers that had other parameter groups at save time, without those of sharded models."""
         if self._is_sharded():
             return set()
-        optimizers = self._context.groups.members("optimizers")
+        optimizers = self._groups.members("optimizers")
         return {
             name
             for name, saved in state["optimizers"].items()
@@ -288,7 +289,7 @@ class Checkpointer:
         saved, path = self._context.checkpoints, self._context.cfg.restore_checkpoint_path
         notice = self._reporter.notice
         while True:
-            newest = saved.newest(notice) if self._context.topology.writes else None
+            newest = saved.newest(notice) if self._topology.writes else None
             fields = broadcast(None if newest is None else asdict(newest[0]))
             if fields is None:
                 break
@@ -296,7 +297,7 @@ class Checkpointer:
             state = self._read(partial(saved.load, latest, whole=False), newest and newest[1])
             self._from_sharded = state["sharded"]
             try:
-                prepared = self._prepare(state)
+                prepared = self._prepare(state, dict.fromkeys(SAVED_ONCE))
             except DamagedError as error:
                 saved.reject(latest, str(error))
                 continue
@@ -305,39 +306,31 @@ class Checkpointer:
             notice(f"restored  {saved.path(latest)} (epoch {state['epoch'] + 1}, step {state['global_step']})")
             return state, prepared
         if not path:
-            if self._context.cfg.transfer and not self._transferred:
-                self._transferred = True  # the loop may call `restore_checkpoint`, too
-                companions.part("surgery.transferring").transfer(self._context, self._reporter)
             return None
         state = self._read(partial(store.read, path, whole=False))
         self._from_sharded = state["sharded"]
         notice(f"restored  {path} (epoch {state['epoch'] + 1}, step {state['global_step']})")
-        return state, self._prepare(state)
+        return state, self._prepare(state, dict.fromkeys(SAVED_ONCE))
 
     def _read(self, read: Callable[[], State], known: State | None = None) -> State:
         """Return a state that all read, unless it is known, or that rank 0 sends if only it sees the storage."""
         shares = self._context.shares_storage
-        state = known or (read() if shares or self._context.topology.writes else {})
+        state = known or (read() if shares or self._topology.writes else {})
         return state if shares else cast(State, broadcast(state))
 
-    def _prepare(self, state: State, wanted: Mapping[str, Collection[str] | None] = EVERYTHING) -> State:
-        """Return a state in the form that the members of groups load: each worker reads the parts that it holds."""
+    def _prepare(self, state: State, wanted: Mapping[str, Collection[str] | None]) -> State:
+        """Return a state in the form that members of groups, None for all, load: each worker reads what it holds."""
         if not self._is_sharded():
             return state
-        prepared: State = self._layouts().of_state(state, wanted, self._context.groups)
-        return prepared
+        models, whole = self._groups.members("models"), not self._from_sharded
+        layouts = companions.part("sharding.layouts").Layouts(models, whole=whole)
+        return cast(State, layouts.of_state(state, wanted, self._groups))
 
     def _is_sharded(self) -> bool:
         """Return True if the checkpoint to restore, or the run, is sharded; then a prepared state is a copy."""
-        models = self._context.groups.modules
         # FSDP may have gathered the parameters of a model.
-        parts = (part for model in models for part in (*model.modules(), *model.parameters()))
+        parts = (part for model in self._groups.modules for part in (*model.modules(), *model.parameters()))
         return self._from_sharded or any(map(is_sharded, parts))
-
-    def _layouts(self) -> Any:
-        """Return the layouts of the tensors of a state, if it or the run is sharded."""
-        layouts = companions.part("sharding.layouts").Layouts
-        return layouts(self._context.groups.members("models"), whole=not self._from_sharded)
 
     def _configs(self, state: State) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the config of a checkpoint, with secrets that are known here, and the config of the run."""
@@ -345,7 +338,7 @@ class Checkpointer:
 
     def _load(self, name: str, state: State, *, only: set[str] | None = None) -> None:
         """Restore the members of a group; tools get the settings that the config has changed."""
-        present, device = self._context.groups.members(name), self._context.topology.device
+        present, device = self._groups.members(name), self._topology.device
         saved = {
             item: self._with_settings(state, f"{name}.{item}".removeprefix("per_worker."), part)
             for item, part in state[name].items()
@@ -353,7 +346,7 @@ class Checkpointer:
         moved = {key if name == "tools" else f"tools.{key}": device for key in state["on_device"]}
         of_workers = self._of_workers(name) if name != "per_worker" else set()
         only = ({*present, *saved} if only is None else only) - of_workers
-        group, owned = self._context.groups[name], self._is_sharded()
+        group, owned = self._groups[name], self._is_sharded()
         for text in load_into(group, saved, name, only=only, moved=moved, owned=owned):
             self._reporter.notice(text.removeprefix("per_worker."))
 
@@ -369,7 +362,7 @@ class Checkpointer:
 
     def _load_per_worker(self, state: State, names: Collection[str]) -> None:
         """Restore the objects whose state differs by worker, unless the workers of each replica have changed."""
-        topology, only = self._context.topology, {*names} & set(self._context.groups.members("per_worker"))
+        topology, only = self._topology, {*names} & set(self._groups.members("per_worker"))
         if self._has_sizes_of(state):
             own = states_by_replica(state)[topology.data_parallel_rank][topology.model_parallel_rank]
             self._load("per_worker", state | {"per_worker": own["per_worker"]}, only=only)
@@ -380,19 +373,19 @@ class Checkpointer:
 
     def _has_sizes_of(self, state: State) -> bool:
         """Return True if a checkpoint was saved by the same numbers of workers in each replica."""
-        return bool([*map(len, self._context.topology.replicas)] == state["replica_sizes"])
+        return bool([*map(len, self._topology.replicas)] == state["replica_sizes"])
 
     def _set_group_values(self, state: State) -> None:
         """Apply changed values of the config to optimizers, and to schedulers."""
         before, now = (config.get("optimizers") for config in self._configs(state))
-        kept = [item for name in MADE_BY_LOOP for item in self._context.groups.members(name).values()]
+        kept = [item for name in MADE_BY_LOOP for item in self._groups.members(name).values()]
         from mlx_runtime.loop.resuming import set_group_values
 
-        set_group_values(self._context.groups.optimizers, kept, before, now)
+        set_group_values(self._groups.optimizers, kept, before, now)
 
     def _load_rank(self, state: State, *, metrics: bool) -> None:
         """Restore random numbers and, if `metrics`, metrics of this rank; after a change of size, mergeable ones."""
-        topology, before = self._context.topology, states_by_replica(state)
+        topology, before = self._topology, states_by_replica(state)
         number, position = topology.data_parallel_rank, topology.model_parallel_rank
         if self._has_sizes_of(state):
             randomness.load_random_state_dict(before[number][position]["random"], topology.device)
@@ -401,7 +394,7 @@ class Checkpointer:
         of_replicas = [ranks[position % len(ranks)] for ranks in before]
         mine = of_replicas[number :: topology.data_parallel_size]
         for name in SAVED_PER_RANK if metrics and mine else ():  # otherwise, there are more replicas than at save time
-            saved, group = mine[0][name], self._context.groups[name]
+            saved, group = mine[0][name], self._groups[name]
             if topology.data_parallel_size < len(of_replicas):
                 saved = merge_ranks([part[name] for part in mine], group)
                 for item in sorted(set(members(group)) & set(of_replicas[0][name]) - set(saved)):

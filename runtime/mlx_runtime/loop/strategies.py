@@ -122,6 +122,20 @@ class DDP:
     def prepare_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Prepare optimizers for the parameters of these models."""
 
+    def state_dict(self, models: dict[str, Any]) -> dict[str, Any]:
+        """Return entries for a checkpoint: the states of models, given by name, and those of the strategy itself.
+
+        Rank 0 calls this and, if there are sharded models, all workers do.
+        """
+        if self.tuning is None:
+            return {"models": models}
+        return {"models": self.tuning.without_frozen(models), "tuning": self.tuning.passes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the entries of the strategy itself from the state of a checkpoint, which may lack them."""
+        if self.tuning is not None:
+            self.tuning.passes = state.get("tuning", 0)
+
     def consolidate(self, states: dict[str, Any]) -> dict[str, Any]:
         """Return the states of whole models on rank 0, given this worker's states by group and name."""
         return states

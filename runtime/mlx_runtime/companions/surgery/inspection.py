@@ -95,9 +95,11 @@ def write(source: str, file: Path, output: Path) -> str:
         node = from_plain_yaml(read_regular(file, ConfigError))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    if output.suffix != TENSORS or output.exists():
-        raise UsageError(f"{output} exists, or does not end with {TENSORS}; choose another name")
-    given = rules.parse({"source": source, **node}, "transfer")
+    if output.suffix != TENSORS:
+        raise UsageError(f"{output} does not end with {TENSORS}, the format that is written; choose another name")
+    if output.exists():
+        raise UsageError(f"{output} exists; choose another name")
+    given = rules.parse({"source": source, **node}, file)
     if given.source != source or rules.patterns(given, "fresh", "slice", "pad"):
         raise ConfigError(
             f"{file}: source, fresh, slice and pad are for cfg.transfer; leave them to runs that begin with {output}"

@@ -21,32 +21,29 @@ KEY = "cfg.transfer"
 
 def problems(cfg: Any) -> list[str]:
     """Return one line per problem of `cfg.transfer`."""
-    found: list[str] = []
-    for name, node in cfg.transfer.items():
-        try:
-            parse(node, f"{KEY}.{name}")
-        except ConfigError as error:
-            found += error.problems
+    return [text for name, given in cfg.transfer.items() for text in _problems_of(given, f"{KEY}.{name}")]
+
+
+def _problems_of(given: Any, key: str) -> list[str]:
+    if not isinstance(given, Transfer):
+        return [f"{key} is {given!r:.100}, not settings of {path_of(Transfer)}"]
+    found = [
+        f"{key}: {item} has more * in the new name than in the pattern"
+        for item in patterns(given, "map")
+        if str(item.value).count("*") > item.text.count("*")
+    ]
+    if not (given.source and all(rule and all(rule.values()) for rule in given.rules)):
+        found.append(f"{key}: the source, or one of the rules, is empty")
     return found
 
 
-def parse(node: Any, key: str) -> Transfer:
-    """Return the transfer that a node describes. Raises ConfigError with its problems."""
-    node = {"_target_": path_of(Transfer), **node} if isinstance(node, dict) else node
-    if not (found := [item.text for item in problems_of({key: node}, {key: Transfer}, Transfer)]):
-        given: Transfer = build(node, key)
-        if not (given.source and all(rule and all(rule.values()) for rule in given.rules)):
-            found.append(f"{key}: the source, or one of the rules, is empty")
-        for item in patterns(given, "map"):
-            if str(item.value).count("*") > item.text.count("*"):
-                found.append(f"{key}: {item} has more * in the new name than in the pattern")
-    raise_if(found, key)
+def parse(node: Mapping[str, Any], title: object) -> Transfer:
+    """Return the transfer that a node of a file describes. Raises ConfigError, with this title."""
+    tree = {KEY: {"_target_": path_of(Transfer), **node}}
+    raise_if([item.text for item in problems_of(tree, {KEY: Transfer}, Transfer)], title)
+    given: Transfer = build(tree[KEY], KEY)
+    raise_if(_problems_of(given, KEY), title)
     return given
-
-
-def transfers(nodes: Mapping[str, Any]) -> dict[str, Transfer]:
-    """Return the transfers that `cfg.transfer` describes, by model."""
-    return {name: parse(node, f"{KEY}.{name}") for name, node in nodes.items()}
 
 
 @contextlib.contextmanager
@@ -73,18 +70,23 @@ class Pattern:
 
     def matches(self, names: Collection[str], title: str) -> dict[str, tuple[str, ...]]:
         """Return the names that match, with the text for each `*`; raise ConfigError if there are none."""
-        expression = re.compile("(.*?)".join(map(re.escape, self.text.split("*"))))
-        found = {name: match.groups() for name in names if (match := expression.fullmatch(name))}
-        if not found:
-            cure = suggest_pattern(self.text, names, "mlx xp surgery SOURCE")
-            raise ConfigError(f"{self} matches no tensor of {title}.{cure}")
+        return match(self.text, names, f"{self} matches no tensor of {title}", "mlx xp surgery SOURCE")
+
+
+def match(pattern: str, names: Collection[str], problem: str, command: str) -> dict[str, tuple[str, ...]]:
+    """Return the names that match a pattern, with the text for each `*`, as short as possible from the left.
+
+    Raises:
+        ConfigError: there are none; it begins with the problem, and suggests the nearest pattern or the command.
+    """
+    first, *others = rf"{re.escape(pattern)}\Z".split(r"\*")
+    # A lookahead keeps its first match, so that a pattern of many `*` takes no more time than one pass for each.
+    steps = (rf"(?=(?P<text{number}>.*?){text})(?P=text{number}){text}" for number, text in enumerate(others))
+    expression = re.compile(first + "".join(steps), re.DOTALL)
+    if found := {name: fit.groups() for name in names if (fit := expression.match(name))}:
         return found
-
-
-def suggest_pattern(text: str, names: Collection[str], command: str) -> str:
-    """Return a hint with the name or pattern nearest to one that matches none of the names; see `suggest`."""
     near = {*names, *(f"{name[: dot.start()]}.*" for name in names for dot in re.finditer(r"\.", name))}
-    return suggest(text, near, command)
+    raise ConfigError(f"{problem}.{suggest(pattern, near, command)}")
 
 
 def patterns(given: Transfer, *kinds: str) -> list[Pattern]:

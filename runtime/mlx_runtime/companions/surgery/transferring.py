@@ -38,7 +38,7 @@ def pin(config: RunConfig) -> RunConfig:
         return config
     pinned: dict[str, Any] = {}
     run_of = partial(named_run, root=storage_root(config.cfg.storage_path), experiment=config.cfg.name)
-    given = {} if config.cfg.restore_checkpoint_path else rules.transfers(config.cfg.transfer)
+    given = {} if config.cfg.restore_checkpoint_path else config.cfg.transfer
     # Of a run that is the origin of this one, the checkpoint has the weights.
     if not given and (
         (config.origin is None and config.checkpoint is None)
@@ -62,12 +62,9 @@ def pin(config: RunConfig) -> RunConfig:
     return replace(config, tree=tree, unresolved=unresolved, cfg=build_cfg(tree["cfg"], TrainConfig))
 
 
-def hashes(transfers: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def hashes(transfers: Mapping[str, Transfer]) -> dict[str, dict[str, str]]:
     """Return the hashes of the sources in a pinned `cfg.transfer`, by model and source."""
-    return {
-        name: dict(redact(item).split(MARK) for item in given.pinned.values())
-        for name, given in rules.transfers(transfers).items()
-    }
+    return {name: dict(redact(item).split(MARK) for item in given.pinned.values()) for name, given in transfers.items()}
 
 
 def transfer(context: RunContext, reporter: Reporter) -> None:
@@ -78,7 +75,7 @@ def transfer(context: RunContext, reporter: Reporter) -> None:
     """
     models, tables = context.groups.members("models"), {}
     shares, writes = context.shares_storage, context.topology.writes
-    for name, given in rules.transfers(context.cfg.transfer).items():
+    for name, given in (context.cfg.transfer or {}).items():
         model, values = stateful(unwrap(models[name]), context.groups["models"], name), {}
         with rules.transfer_of(name):
             plan = Plan(given, name, model) if shares or writes else None

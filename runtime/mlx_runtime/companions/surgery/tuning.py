@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -15,9 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mlx_runtime.companions.sharding.blocks import repeated_blocks
-from mlx_runtime.companions.surgery.rules import suggest_pattern
-from mlx_runtime.config.building import build, build_optimizers
-from mlx_runtime.config.checks import problems_of
+from mlx_runtime.companions.surgery import rules
+from mlx_runtime.config.building import build_optimizers
 from mlx_runtime.config.constructors.targets import path_of
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import relearn_parameters
@@ -32,14 +30,14 @@ Parameters = dict[str, nn.Parameter]
 
 
 def problems(cfg: Any) -> list[str]:
-    """Return one line per setting in `cfg.tuning` that does not exist, or has a wrong value."""
-    unbuilt = {name: item for name, item in cfg.tuning.items() if not isinstance(item, Tuning)}
-    tree = {f"cfg.tuning.{name}": _node(item) for name, item in unbuilt.items()}
-    if found := [item.text for item in problems_of(tree, dict.fromkeys(tree, Tuning), Tuning)]:
-        return found
+    """Return one line per setting in `cfg.tuning` that has a wrong value."""
+    found: list[str] = []
     if cfg.replicas != Replicas():
         found.append("cfg.tuning cannot be combined with cfg.replicas; remove one of them")
-    for name, item in _sections(cfg).items():
+    for name, item in cfg.tuning.items():
+        if not isinstance(item, Tuning):
+            found.append(f"cfg.tuning.{name} is {item!r:.100}, not settings of {path_of(Tuning)}")
+            continue
         values = [
             ("layer_decay", item.layer_decay, item.layer_decay is None or 0 < item.layer_decay <= 1, "(0, 1]"),
             *(("unfreeze", value, value >= 0, "0 or more") for value in item.unfreeze.values()),
@@ -47,19 +45,6 @@ def problems(cfg: Any) -> list[str]:
         ]
         found += [f"cfg.tuning.{name}.{key} is {value!r}; write {fit}" for key, value, fits, fit in values if not fits]
     return found
-
-
-def builds_weights(cfg: Any) -> bool:
-    """Return True if constructors must load the weights of models even if a checkpoint will be restored."""
-    return any(item.save == "trained" for item in _sections(cfg).values())
-
-
-def _node(item: Any) -> Any:
-    return {**item, "_target_": path_of(Tuning)} if isinstance(item, dict) else item
-
-
-def _sections(cfg: Any) -> dict[str, Tuning]:
-    return {name: build(_node(item), f"cfg.tuning.{name}") for name, item in cfg.tuning.items()}
 
 
 class Tuner:
@@ -74,15 +59,15 @@ class Tuner:
         ConfigError: a pattern matches nothing, two contradict each other, or there is no such model.
     """
 
-    def __init__(self, cfg: Any, group: Any, topology: Topology) -> None:
+    def __init__(self, sections: Mapping[str, Tuning], group: Any, topology: Topology) -> None:
         if topology.model_parallel_size > 1:
             raise ConfigError("cfg.tuning works with cfg.strategy=ddp and fsdp, not with pipelines")
-        self.passes, self._workers, self._sections = 0, topology.world_size, _sections(cfg)
+        self.passes, self._workers, self._sections = 0, topology.world_size, sections
         until: dict[nn.Parameter, int | None] = {}
         self._names: dict[nn.Parameter, str] = {}
         self._rates: dict[nn.Parameter, dict[str, Any]] = {}  # options of parameter groups
         self._left_out: dict[str, dict[str, str]] = {}  # SHA-256 of parameters by model and name
-        self._chosen: dict[str, set[str]] = {}  # names of parameters that `freeze` and `unfreeze` match, by model
+        self._chosen: set[nn.Parameter] = set()  # those that `freeze` and `unfreeze` match
         self._checked: set[int] = set()  # identities of optimizers
         models = members(group, nn.Module)
         for name, item in self._sections.items():
@@ -97,8 +82,7 @@ class Tuner:
                 if two := [param for param, value in found.items() if known.setdefault(param, value) != value]:
                     raise ConfigError(f"cfg.tuning.{name} and another section disagree about {self._names[two[0]]}")
             self._names |= {param: f"{name}.{path}" for path, param in named.items()}
-            patterns = (*item.freeze, *item.unfreeze)
-            self._chosen[name] = {path for path in named if any(fnmatchcase(path, item) for item in patterns)}
+            self._chosen |= matching(named, dict.fromkeys((*item.freeze, *item.unfreeze)), name).keys()
             if item.save == "trained":
                 kept = models[name].state_dict()
                 never = sorted(named.keys() & kept.keys() - trained.keys())
@@ -166,7 +150,7 @@ class Tuner:
                 relearn_parameters(wrapper)
         models = self._groups.members("models")
         for name in self._sections.keys() & models.keys():
-            hold_statistics(unwrap(models[name]), self._chosen[name])
+            hold_statistics(unwrap(models[name]), self._chosen)
 
     def _wrappers(self) -> list[DistributedDataParallel]:
         modules = (*self._groups.modules, *self._groups.members("own").values())
@@ -291,17 +275,13 @@ def matching(
     """
     found: dict[nn.Parameter, str] = {}
     for pattern, value in patterns.items():
-        here = {path: param for path, param in named.items() if fnmatchcase(path, pattern)}
-        if not here:
-            near = suggest_pattern(pattern, named, "print(model)")
-            raise ConfigError(f"{key}: {pattern!r} matches no {what}.{near}")
-        for path, param in here.items():
-            if patterns[other := found.setdefault(param, pattern)] != value:
+        for path in rules.match(pattern, named, f"{key}: {pattern!r} matches no {what}", "print(model)"):
+            if patterns[other := found.setdefault(named[path], pattern)] != value:
                 raise ConfigError(f"{key} has two values for {path}: {other!r} and {pattern!r} match it")
     return found
 
 
-def hold_statistics(model: nn.Module, chosen: Collection[str]) -> None:
+def hold_statistics(model: nn.Module, chosen: Collection[nn.Parameter]) -> None:
     """Keep modules with running statistics in eval mode while all parameters around them are chosen, and frozen.
 
     Those without parameters, such as BatchNorm with `affine=False`, belong to the nearest module that has some.
@@ -309,9 +289,9 @@ def hold_statistics(model: nn.Module, chosen: Collection[str]) -> None:
     for path, module in model.named_modules():
         if not any(name.startswith("running_") for name, _ in module.named_buffers(recurse=False)):
             continue
-        while not (params := dict(model.get_submodule(path).named_parameters(prefix=path))) and path:
+        while not (params := [*model.get_submodule(path).parameters()]) and path:
             path = path.rpartition(".")[0]
-        holds = bool(params) and all(name in chosen and not param.requires_grad for name, param in params.items())
+        holds = bool(params) and all(param in chosen and not param.requires_grad for param in params)
         if holds and "train" not in vars(module):
             module.train = partial(_stay_in_eval, module)  # can be pickled
             module.eval()

@@ -5,7 +5,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,13 @@ from torch import nn
 from mlx_runtime import open_run
 from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.companions.surgery.inspection import tensor_rows
-from mlx_runtime.companions.surgery.rules import named, parse, problems, treatments
+from mlx_runtime.companions.surgery.rules import match, named, parse, treatments
 from mlx_runtime.companions.surgery.sources import INDEX, MARK, find, mean, read
 from mlx_runtime.companions.surgery.transferring import Plan
+from mlx_runtime.config.building import build_cfg
+from mlx_runtime.config.checks import settings_problems
 from mlx_runtime.errors import ConfigError, UsageError
+from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.sections import Transfer
 
 pytestmark = pytest.mark.process
@@ -78,6 +80,23 @@ def test_names_are_mapped_at_once_by_the_first_rule_that_matches() -> None:
 
 @pytest.mark.pure
 @pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        ("a.*.*", {"a.b.c.d": ("b", "c.d")}),
+        ("**d", {"a.b.c.d": ("", "a.b.c.")}),
+        ("a.b", {"a.b": ()}),
+        ("a.?", {"a.?": ()}),
+        ("a[0].*", {"a[0].w": ("w",)}),
+        ("*a" * 51, {"a" * 60: ("",) * 50 + ("a" * 9,)}),
+    ],
+)
+def test_a_pattern_has_one_match(pattern: str, texts: dict[str, tuple[str, ...]]) -> None:
+    """Only `*` is special. Trying all texts for 50 of them would take years."""
+    assert match(pattern, ["a.b", "a.b.c.d", "a.?", "a[0].w", "ab", "a" * 60, "a" * 60 + "b"], "", "") == texts
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
     ("targets", "rules", "problem"),
     [
         ({"embed": (8, 3)}, [{"drop": "hed.*"}], "drop hed.* matches no tensor of the source. Did you mean 'head.*'?"),
@@ -107,16 +126,24 @@ def test_rules_that_do_not_fit_are_named(targets: Any, rules: Any, problem: str)
 def test_all_problems_of_transfers_are_reported() -> None:
     nodes: Any = {
         "a": {"source": 3, "rule": [], "model": 4},
-        "b": {"source": [], "rules": [{"map": {}}, {"map": {"a.*": "*.*"}}]},
         "c": {"source": "x", "rules": [{"mapp": {}}]},
         "d": {"source": "x", "rules": [{"slice": {"a": 0.5}}]},
-        "e": "run_003",
     }
-    found = problems(SimpleNamespace(transfer=nodes))
-    assert [line.partition(" is ")[0].partition(":")[0].removeprefix("cfg.transfer.") for line in found] == [
-        *("a.source", "a.rule", "a.model", "b", "b", "c.rules", "d.rules", "e"),
+    found = [item.key for item in settings_problems({"transfer": nodes}, TrainConfig)]
+    assert [key.removeprefix("cfg.transfer.") for key in found] == [
+        "a.source",
+        "a.rule",
+        "a.model",
+        "c.rules",
+        "d.rules",
     ]
-    assert "map a.* → *.* has more * in the new name than in the pattern" in found[4]
+    nodes = {"b": {"source": [], "rules": [{"map": {}}, {"map": {"a.*": "*.*"}}]}, "e": "run_003"}
+    cfg = build_cfg({"_target_": "mlx_runtime.TrainConfig", "transfer": nodes}, TrainConfig)
+    assert TrainConfig.out_of_range(cfg) == [
+        "cfg.transfer.b: map a.* → *.* has more * in the new name than in the pattern",
+        "cfg.transfer.b: the source, or one of the rules, is empty",
+        "cfg.transfer.e is 'run_003', not settings of mlx_runtime.sections.Transfer",
+    ]
 
 
 def test_a_repository_of_the_hub_is_pinned_to_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,7 +450,18 @@ def test_a_checkpoint_is_inspected_and_rewritten(mlx: Mlx, folder: Path) -> None
     (here / "rules.yaml").write_text('rules:\n- fresh: "layers.3.*"\n')
     refused = mlx(here, *command[:-1], "rules.yaml/other.safetensors")
     assert "rules.yaml: source, fresh, slice and pad are for cfg.transfer" in refused.stderr
+    for node, problem in (
+        ("rule: []", "rules.yaml: cfg.transfer.rule: mlx_runtime.sections.Transfer has no such argument."),
+        (
+            "_target_: os.abort",
+            "rules.yaml: cfg.transfer._target_ is 'os.abort', not allowed in cfg.transfer; remove it",
+        ),
+    ):
+        (here / "rules.yaml").write_text(node)
+        assert problem in mlx(here, *command[:-1], "other.safetensors").stderr
     (here / "rules.yaml").write_text('rules:\n- drop: "layers.3.*"\n')
+    other = mlx(here, *command[:-1], "other.pt")
+    assert (other.returncode, "other.pt does not end with .safetensors" in other.stderr) == (2, True)
     refused = mlx(here, *command[:-1], "rules.yaml/other.safetensors")
     assert "cannot write rules.yaml/other.safetensors: Not a directory; choose another name" in refused.stderr
     conf = here / "src" / "conf.yaml"

@@ -18,14 +18,17 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
 from mlx_runtime import BaseModule
-from mlx_runtime.companions.surgery.tuning import Tuner, hold_statistics, problems
+from mlx_runtime.companions.surgery.tuning import Tuner, hold_statistics
+from mlx_runtime.config.building import build_cfg
 from mlx_runtime.config.checks import problems_of
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.loop.context import Groups
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.loop.resuming import set_group_values
+from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.checkpoints.groups import load_into, state_of
+from mlx_runtime.sections import Tuning
 
 HERE = __name__
 
@@ -63,7 +66,7 @@ def tuned(workers: int = 1, **settings: Any) -> tuple[SimpleNamespace, Tuner, Si
     """The groups of an experiment with this section for its `net`, the tuner, and its session."""
     torch.manual_seed(0)
     made = SimpleNamespace(models=Models())
-    tuner = Tuner(TrainConfig(tuning={"net": settings}), made.models, Topology(0, workers, torch.device("cpu")))
+    tuner = Tuner({"net": Tuning(**settings)}, made.models, Topology(0, workers, torch.device("cpu")))
     node = {"_target_": f"{HERE}.Optimizers", "adam": {"_target_": "torch.optim.AdamW", "lr": 0.1}}
     made.optimizers = tuner.optimizers(node, made.models)
     lines: list[str] = []
@@ -157,12 +160,14 @@ def test_patterns_that_contradict_each_other_are_refused(settings: dict[str, Any
         ({"layer_decay": 2}, ".layer_decay is 2; write (0, 1]"),
         ({"unfreeze": {"a": -1}}, ".unfreeze is -1; write 0 or more"),
         ({"learning_rates": {"a": 0.0}}, ".learning_rates is 0.0; write above 0"),
-        (3, " is 3; mlx_runtime.sections.Tuning takes Tuning"),
+        (3, " is 3, not settings of mlx_runtime.sections.Tuning"),
     ],
 )
 def test_other_values_are_refused(section: Any, problem: str) -> None:
-    cfg = TrainConfig(tuning={"net": section})
-    assert problems(cfg) == TrainConfig.out_of_range(cfg) == [f"cfg.tuning.net{problem}"]
+    tree = {"cfg": {"_target_": "mlx_runtime.TrainConfig", "tuning": {"net": section}}}
+    found = [item.text for item in problems_of(tree, {"cfg": TrainConfig}, TrainConfig)]
+    found = found or TrainConfig.out_of_range(build_cfg(tree["cfg"], TrainConfig))
+    assert found == [f"cfg.tuning.net{problem}"]
 
 
 @pytest.mark.pure
@@ -181,19 +186,19 @@ def test_models_without_layers_and_parameters_of_two_models() -> None:
     group = SimpleNamespace(one=nn.Linear(2, 2), two=nn.Sequential(nn.Linear(2, 2)))
     group.two[0].weight = group.one.weight
     group.one.quantized = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
-    Tuner(TrainConfig(tuning={"one": {"unfreeze": {}, "freeze": ["*"]}, "two": {}}), group, ALONE)
+    Tuner({"one": Tuning(freeze=("*",)), "two": Tuning()}, group, ALONE)
     assert not group.one.weight.requires_grad
-    Tuner(TrainConfig(tuning={"one": {"unfreeze": {"*": 0}}}), group, ALONE)
+    Tuner({"one": Tuning(unfreeze={"*": 0})}, group, ALONE)
     assert [param.requires_grad for param in group.one.parameters()] == [True, True, False]
     for sections, problem in (
-        ({"one": {"layer_decay": 0.5}}, "cfg.tuning.one.layer_decay needs two layers or more; one has 1"),
+        ({"one": Tuning(layer_decay=0.5)}, "cfg.tuning.one.layer_decay needs two layers or more; one has 1"),
         (
-            {name: {"freeze": ["*"], "unfreeze": {"*weight": passes}} for name, passes in (("one", 3), ("two", 5))},
+            {name: Tuning(("*",), {"*weight": passes}) for name, passes in (("one", 3), ("two", 5))},
             "cfg.tuning.two and another section disagree about one.weight",
         ),
     ):
         with pytest.raises(ConfigError) as error:
-            Tuner(TrainConfig(tuning=sections), group, ALONE)
+            Tuner(sections, group, ALONE)
         assert str(error.value) == problem
 
 
@@ -238,6 +243,24 @@ def test_states_without_frozen_parameters() -> None:
         load_into(other.models, states, "models")
     with pytest.raises(ConfigError, match=r"models\.net\.stem\.bias is frozen, and not as its constructor builds it"):
         tuner.without_frozen(state_of(made.models)[0])
+
+
+@pytest.mark.pure
+def test_a_checkpoint_has_the_passes_that_count(tmp_path: Path) -> None:
+    """Another loader may lead after a restart, and has not made them."""
+    checkpoints, tuners = [], []
+    for _ in range(2):
+        made, tuner, _ = tuned(freeze=["head.*"], unfreeze={"head.*": 3}, save="trained")
+        strategy = DDP(TrainConfig(), ALONE)
+        strategy.tuning = tuner
+        module = BaseModule(cfg=TrainConfig(), models=made.models, optimizers=made.optimizers)
+        checkpoints.append(attach(module, tmp_path, strategy=strategy).checkpoints)
+        tuners.append(tuner)
+    tuners[0].passes = 2
+    checkpoints[0].save(0, finished=True)
+    checkpoints[0].wait()
+    checkpoints[1].restore()
+    assert tuners[1].passes == 2
 
 
 DIGITS = """
