@@ -81,7 +81,7 @@ class Fragments(Section):
         plan: file of `mlx train clusterize` with the pipelines and the blocks of each stage, for `join`; None
             means stages of about equal numbers of parameters.
         microbatches: number of parts into which each batch is split, so that stages work at the same time.
-        traffic: type in which activations and gradients travel between stages; None means as they are.
+        traffic: type in which activations and gradients travel between stages; None means their own.
     """
 
     stages: int | None = at_least(1, None)
@@ -151,7 +151,7 @@ class Sharding(Section):
 
 @dataclass(frozen=True)
 class Tuning(Section):
-    """What trains of one model. `*` in a pattern stands for any text in the name of a parameter, also with dots.
+    """Which parameters of one model train. `*` in a pattern matches any text in the name of a parameter, dots included.
 
     Attributes:
         freeze: patterns of parameters that do not train.
@@ -184,7 +184,7 @@ class Transfer(Section):
         source: a run, a checkpoint, a file or a repository; the mean of several is taken.
         model: model in sources that have several; by default, the one of the same name.
         rules: rules for tensors by patterns of their names; the first one that matches counts.
-        pinned: sources with the SHA-256 of their content, by what was typed; written by the runtime.
+        pinned: sources with the SHA-256 of their content, by the name that the user gave; written by the runtime.
     """
 
     source: str | tuple[str, ...]

@@ -92,7 +92,7 @@ def _value_problems(value: Any, hint: Any, key: str, owner: str) -> list[Problem
 def _node_problems(node: Tree, hint: Any, key: str, owner: str) -> Iterator[Problem]:
     path, target_key = node["_target_"], f"{key}._target_"
     section = next((item for item in OF_MODELS if f"{key}.".startswith(f"cfg.{item}.")), "")
-    plain = section and path != path_of(OF_MODELS[section])
+    plain = section and (path != path_of(OF_MODELS[section]) or key == f"cfg.{section}")
     if plain or not isinstance(path, str):
         needed = f"allowed in cfg.{section}; remove it" if plain else "the dotted path of a class or function"
         yield Problem(target_key, f"{target_key} is {path!r:.100}, not {needed}")

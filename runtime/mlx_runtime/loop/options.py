@@ -106,7 +106,7 @@ class TrainConfig:
         preparation: datasets that are prepared before training.
         replicas: replicas of the models that are averaged from time to time.
         sharding: sharding of models by `strategy`.
-        tuning: what trains of a model, by its name: settings of `mlx_runtime.sections.Tuning`.
+        tuning: which parameters of a model train, by its name: settings of `mlx_runtime.sections.Tuning`.
     """
 
     name: str = "experiment"

@@ -32,7 +32,7 @@ def train_clusterize(
 ) -> None:
     """Cut a model for machines that cannot hold it: measure its blocks, and plan which node holds which.
 
-    Rows come from the experiment's own loader, with its batch_size per cluster.
+    Rows come from the experiment's own loader, with its batch_size per pipeline.
     """
     words = Request.of(overrides, variants=variants).overrides
     _, experiment = projects.load(AN_EXPERIMENT, words, "clusterize")

@@ -1,1 +1,1 @@
-"""Launched jobs, and what follows their end; data jobs, which fill a folder of the storage completely or not at all."""
+"""Launched jobs, and runs after them; data jobs, which fill a folder of the storage completely or not at all."""

@@ -1,1 +1,1 @@
-"""Weights from elsewhere, and what trains of a model; proofs of exact resume, and upgrades to a new template."""
+"""Weights from elsewhere, and which parameters train; proofs of exact resume, and upgrades to a new template."""

@@ -22,7 +22,7 @@ OUTCOMES = {True: "holds", False: "FAILS", None: "skipped"}
 
 
 @click.command("prove", context_settings=commands.OVERRIDES)
-@click.option("--seed", type=click.IntRange(min=0), help="Seed of the moments of kills. Default: random.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed for the times of the kills. Default: random.")
 @click.option("--kills", metavar="N", type=click.IntRange(min=1), default=3, show_default=True, help="Number of kills.")
 @options.json
 @options.verbosity
@@ -31,7 +31,7 @@ OUTCOMES = {True: "holds", False: "FAILS", None: "skipped"}
 def train_prove(
     seed: int | None, kills: int, as_json: bool, variants: tuple[str, ...], overrides: tuple[str, ...]
 ) -> None:
-    """Prove that this experiment resumes exactly, and trains alike with 2 workers and 1. Exit with 1 if it does not.
+    """Prove that runs resume exactly, and that 2 workers train like 1. Exit with 1 if a check fails.
 
     Short runs in a temporary folder are compared: uninterrupted twice, killed and resumed, and with 2 workers and 1.
     """
@@ -65,7 +65,7 @@ def train_prove(
 @click.argument("other", type=word, required=False)
 @options.json
 @click.option("--rules", type=PAGE, help="YAML file with rules map and drop, for --to.")
-@click.option("--to", "output", type=PAGE, metavar="NAME.safetensors", help="Write what the rules make of RUN.")
+@click.option("--to", "output", type=PAGE, metavar="NAME.safetensors", help="Write what RUN has, changed by the rules.")
 def xp_surgery(source: str, other: str | None, as_json: bool, rules: Path | None, output: Path | None) -> None:
     """List the tensors of RUN and, with OTHER, what changed from RUN to OTHER.
 
@@ -74,7 +74,7 @@ def xp_surgery(source: str, other: str | None, as_json: bool, rules: Path | None
     """
     if (rules is None) != (output is None) or (rules and other):
         raise UsageError(
-            "what rules make of RUN is written with --rules FILE.yaml --to NAME.safetensors, without OTHER"
+            "to write tensors changed by rules, pass --rules FILE.yaml and --to NAME.safetensors, without OTHER"
         )
     from mlx_runtime.companions.surgery import inspection, sources
 
@@ -94,7 +94,7 @@ def xp_surgery(source: str, other: str | None, as_json: bool, rules: Path | None
 def upgrade_command(kind: Kind) -> click.Command:
     """Build `upgrade`."""
 
-    @click.command("upgrade", help=f"Merge what is new in the template of this {kind.title} into its files.")
+    @click.command("upgrade", help=f"Merge changes of the template into the files of this {kind.title}.")
     @click.option("--dry-run", is_flag=True, help="Print the changes, and write nothing.")
     @options.yes
     @options.debug

@@ -1,4 +1,4 @@
-"""What trains of each model, by `cfg.tuning`: frozen parameters, learning rates, and what checkpoints contain."""
+"""Which parameters train, by `cfg.tuning`: frozen ones, learning rates, and what checkpoints contain."""
 
 import contextlib
 import hashlib

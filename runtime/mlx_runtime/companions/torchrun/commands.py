@@ -35,8 +35,8 @@ AGAIN_S = 3.0
 def train_join(file: Path, name: str, **typed: Any) -> None:
     """Train on this machine as one of those in FILE, a nodes.json; the first one drives the run.
 
-    Executes torchrun, again and again until the run has ended. Options and OVERRIDES are those of mlx train run, and
-    count on the first machine only.
+    Runs torchrun repeatedly until the run has ended. Options and OVERRIDES are those of mlx train run; they take
+    effect on the first machine only.
     """
     nodes = roster.read(file)
     names = [node.name for node in nodes]
