@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sessions import ALONE, Events, attach, session_of
+from sessions import ALONE, Events, Rows, attach, session_of
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
-from torch.utils.data import Dataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
@@ -27,20 +26,6 @@ from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 
 pytestmark = pytest.mark.pure
-
-
-class Rows(Dataset):
-    batch_size = 2
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index)])
-
-    @staticmethod
-    def ray_map_batches(batch: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return {"x": torch.stack(batch["item"])}
 
 
 class Experiment(BaseModule):
@@ -96,7 +81,7 @@ class Ending(Experiment):
 def run(experiment: Experiment, folder: Path, sink: Events | None = None, **loop: Any) -> Experiment:
     session = attach(experiment, folder, sink=sink)
     session.begin()
-    options = {"train": DatasetShard("train", SimpleNamespace(train=Rows()), ALONE, follow=session.watch)}
+    options = {"train": DatasetShard("train", SimpleNamespace(train=Rows(8)), ALONE, follow=session.watch)}
     try:
         experiment.worker_loop(DatasetShards(options), **loop)
         session.end()
