@@ -25,11 +25,10 @@ from mlx_runtime.errors import ConfigError, WorkerLoopError
 from mlx_runtime.events import Notice
 from mlx_runtime.loop.examples import ExampleRecorder
 from mlx_runtime.loop.forward import in_half_precision
-from mlx_runtime.loop.optimization import check_finite
 from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.tables import format_duration
-from mlx_runtime.sections import Elastic
+from mlx_runtime.sections import Debug, Elastic
 from mlx_runtime.workers.worker import loop_errors
 
 pytestmark = pytest.mark.pure
@@ -315,16 +314,17 @@ class TestPrecision:
         assert not same(module.models.net, before)
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_at_once() -> None:
-    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    check_finite({"net": net}, net.parameters(), 0)  # an optimizer may step without any gradients
-    net(torch.ones(4, 2)).sum().backward()
-    check_finite({"net": net}, net.parameters(), 1)
+def test_a_gradient_that_is_not_finite_ends_the_run_at_once(begin: Begin) -> None:
+    module = begin(debug=Debug(stop_on_nan=True))
+    module.optimizers.adam.step()  # without any gradients
+    assert step(module, {"x": torch.ones(2, 3)})
+    net = module.models.net.layers
+    module.models.net(torch.ones(4, 3)).sum().backward()
     net[0].bias.grad[0] = math.nan
     net[2].bias.grad[0] = math.inf
-    message = r"^the gradient of net.0.bias \(and 1 more\) is not finite at step 2 \(cfg.debug.stop_on_nan\)"
+    message = r"^the gradient of net.layers.0.bias \(and 1 more\) is not finite at step 2 \(cfg.debug.stop_on_nan\)"
     with pytest.raises(MlxError, match=message):
-        check_finite({"net": net}, net.parameters(), 2)
+        module.optimizers.sgd.step()
 
 
 @pytest.mark.parametrize(("backend", "precision"), [("eager", "bf16"), ({"backend": "aot_eager", "dynamic": True}, 32)])

@@ -216,7 +216,6 @@ NOT_RESUMED = "faults run_001 was not resumed and is unchanged."
 
 FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] = {
     "a model of another size": (None, ("models.net.width=24",), "models.net.width: 16 → 24"),
-    "a setting that is not resumable": (None, ("cfg.seed=9",), "cfg.seed: 0 → 9 (it cannot change within a run)"),
     "code with another layer": (
         to_the_source("Norm(width), nn.Dropout", "Norm(width), nn.Linear(width, width), nn.Dropout"),
         (),
