@@ -72,6 +72,12 @@ def run_of(folder: Path, run: str = "run_001") -> Path:
     return folder / "runs" / "faults" / run
 
 
+def record(folder: Path, run: str = "run_001") -> dict[str, Any]:
+    """Return run.json of the only run of that name."""
+    (file,) = folder.glob(f"runs/*/{run}/run.json")
+    return dict(json.loads(file.read_text()))
+
+
 def final_state(run: Path) -> dict[str, Any]:
     """Return the state of the last checkpoint, without paths and times."""
     last = max(path for path in (run / "checkpoints").iterdir() if re.fullmatch(r"epoch_\d+", path.name))
