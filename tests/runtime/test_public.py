@@ -16,12 +16,6 @@ def test_all_is_sorted_and_importable() -> None:
         assert getattr(mlx_runtime, name).__doc__ or name == "DUMMY_PARAMS"
 
 
-def test_the_class_is_the_one_from_its_module() -> None:
-    from mlx_runtime.loop.experiment import BaseModule
-
-    assert mlx_runtime.BaseModule is BaseModule
-
-
 @pytest.mark.process
 def test_importing_the_library_hooks_nothing() -> None:
     code = (

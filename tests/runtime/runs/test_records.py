@@ -86,14 +86,6 @@ class TestOneDriver:
         folder.claim_attempt(1)
         return folder
 
-    def test_the_living_is_left_alone(self, run: RunFolder) -> None:
-        records.Record(run, status="RUNNING", **leases.this_process())
-        assert records.status_of(records.load_record(run)) == "RUNNING"
-        with pytest.raises(
-            UsageError, match=r"digits run_001 is being trained by process \d+ on .* mlx xp stop digits"
-        ):
-            drivers.take_over(run)
-
     @pytest.mark.process
     def test_one_that_died_on_this_machine_is_followed_at_once(self, run: RunFolder) -> None:
         with subprocess.Popen(["sleep", "9"]) as process:
@@ -102,10 +94,6 @@ class TestOneDriver:
         records.Record(run, status="RUNNING", **leases.this_process() | {"pid": process.pid, "pid_started": started})
         assert records.status_of(records.load_record(run)) == "STALE"
         assert drivers.take_over(run) == 2
-
-    def test_another_process_with_its_number_is_not_taken_for_it(self, run: RunFolder) -> None:
-        records.Record(run, status="RUNNING", **leases.this_process() | {"pid_started": "1"})
-        assert records.status_of(records.load_record(run)) == "STALE"
 
     @pytest.mark.parametrize(("age", "status"), [(5, "RUNNING"), (61, "STALE")])
     def test_of_another_machine_the_heartbeat_counts(self, run: RunFolder, age: int, status: str) -> None:
@@ -205,11 +193,3 @@ class TestOneDriver:
         monkeypatch.setattr(ObjectStore, "put_new", lambda *_: True)  # like a store that ignores the condition
         with pytest.raises(StorageError, match="ignores the condition If-None-Match"):
             folder.claim_attempt(3)
-
-    def test_one_that_was_followed_writes_no_more(self, run: RunFolder) -> None:
-        first = records.Record(run, status="RUNNING", attempt=1)
-        second = records.Record(run, records.load_record(run), status="RUNNING", attempt=2 * run.claim_attempt(2))
-        first.finish("FAILED")
-        assert records.load_record(run)["status"] == "RUNNING"
-        second.finish("SUCCEEDED")
-        assert records.load_record(run)["status"] == "SUCCEEDED"
