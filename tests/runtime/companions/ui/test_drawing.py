@@ -181,10 +181,9 @@ def test_a_loop_that_fails_leaves_the_modules(digits: Path) -> None:
         1: "no shape: ValueError: no batch",
         2: f"no shape: {DESCRIBE} returned nothing: its process ended",
     }
-    for seed in (0, 1, 2):
+    for seed in (1, 2):
         (net,) = structure_of(digits, [f"cfg.seed={seed}"])["models"]
-        assert net["note"] == notes.get(seed, "")
-        assert net["shape"] == ("" if seed else "(n, 10)")
+        assert (net["note"], net["shape"]) == (notes[seed], "")
         assert net["parameters"] == 21_482
         marked = [row["node"] for row in rows_of(net) if row["node"]]
         assert marked == ["models.net", "models.net.first", "models.net.second", "models.net.head"]
