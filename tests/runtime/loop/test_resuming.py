@@ -1,6 +1,7 @@
 """Overrides of a resumed run: permitted changes, and their effects."""
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -290,6 +291,9 @@ class TestRuns:
             "changed   optimizers.adam.lr: 0.01 → 0.0001, set once its state is restored",
             "changed   tools.noise.scale: 0.1 → 0.5, set once its state is restored",
         ]
+        (took,) = re.findall(r"^took +(\d+\.\d) s, .* in all attempts$", done.stdout, re.MULTILINE)
+        (row,) = json.loads(mlx(folder, "xp", "ls", "--json").stdout)
+        assert float(took) < row["duration_s"]
         rates = [line["lr/adam"] for line in reports(run_of(folder)) if "lr/adam" in line]
         steps = [line["step"] for line in reports(run_of(folder)) if "lr/adam" in line]
         assert rates == pytest.approx([(0.01 if step <= 16 else 0.0001) * 0.98**step for step in steps])

@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
 from mlx_runtime import BaseModule, TrainConfig
-from mlx_runtime.data.loaders import DatasetShard, DatasetShards
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError, MlxError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, WarningNotice
@@ -52,7 +52,7 @@ class Experiment(BaseModule):
                 self.schedule.step()
                 self.metrics.mean.update(batch["x"])
                 self.save_metrics(batch_idx=batch_idx, epoch=epoch)
-                if self.global_step == stop_at:
+                if epoch * len(train) + batch_idx + 1 == stop_at:
                     raise KeyboardInterrupt
             self.save_checkpoint(epoch=epoch)
 
@@ -70,6 +70,14 @@ class Regrouped(Experiment):
         super().worker_loop(dataset_shards, **options)
 
 
+class Dropping(Experiment):
+    """Drops values at random; the others are so large that one update of half precision is left out."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.models.net.register_forward_hook(lambda net, args, output: nn.functional.dropout(output, 0.3) / 1.7)
+
+
 class Ending(Experiment):
     """The schedule has a fixed number of steps."""
 
@@ -81,7 +89,8 @@ class Ending(Experiment):
 def run(experiment: Experiment, folder: Path, sink: Events | None = None, **loop: Any) -> Experiment:
     session = attach(experiment, folder, sink=sink)
     session.begin()
-    options = {"train": DatasetShard("train", SimpleNamespace(train=Rows(8)), ALONE, follow=session.watch)}
+    group, accumulate = SimpleNamespace(train=Rows(8)), LoaderOptions(accumulate=experiment.cfg.accumulate_grad_batches)
+    options = {"train": DatasetShard("train", group, ALONE, accumulate, follow=session.watch)}
     try:
         experiment.worker_loop(DatasetShards(options), **loop)
         session.end()
@@ -93,7 +102,8 @@ def run(experiment: Experiment, folder: Path, sink: Events | None = None, **loop
 def state(experiment: Experiment) -> str:
     optimizer, schedule = experiment.optimizers.sgd.state_dict(), experiment.schedule.state_dict()
     weights, mean = experiment.models.net.state_dict(), session_of(experiment).reporter.latest["train/mean"]
-    return f"{weights} {optimizer} {schedule} {mean} {experiment.global_step}"
+    scaler = session_of(experiment).optimization.state_dict()
+    return f"{weights} {optimizer} {schedule} {mean} {scaler} {experiment.global_step}"
 
 
 class TestRestart:
@@ -102,14 +112,22 @@ class TestRestart:
     @pytest.mark.parametrize("made", [Experiment, Regrouped])
     @pytest.mark.parametrize("every", [None, 1])
     def test_after_an_epoch_or_within_one(self, tmp_path: Path, every: int | None, made: type[Experiment]) -> None:
-        whole = run(made(checkpoint_every_steps=every), tmp_path / "whole")
-        run(made(checkpoint_every_steps=every), tmp_path / "parts", stop_at=7)
+        notice = self.check(tmp_path, made, checkpoint_every_steps=every)
+        assert notice.endswith(f"(epoch {1 if every is None else 2}, step {4 if every is None else 6})")
+
+    def test_within_an_update_of_several_steps_in_half_precision(self, tmp_path: Path) -> None:
+        settings = {"accumulate_grad_batches": 2, "gradient_clip": 0.5, "checkpoint_every_steps": 1}
+        assert self.check(tmp_path, Dropping, precision="fp16", **settings).endswith("(epoch 2, step 2)")
+
+    def check(self, folder: Path, made: type[Experiment], **settings: Any) -> str:
+        """Interrupt a run after its seventh step, and compare it with a whole one. Return its notice."""
+        whole = run(made(**settings), folder / "whole")
+        run(made(**settings), folder / "parts", stop_at=7)
         events = Events()
-        resumed = run(made(checkpoint_every_steps=every), tmp_path / "parts", sink=events)
+        resumed = run(made(**settings), folder / "parts", sink=events)
         assert state(resumed) == state(whole)
-        step = 4 if every is None else 6
         (notice,) = [event for event in events if isinstance(event, Notice)]
-        assert notice.text.endswith(f"(epoch {1 if every is None else 2}, step {step})")
+        return notice.text
 
     def test_a_loop_that_ignores_where_it_was(self, tmp_path: Path) -> None:
         class FromTheStart(Experiment):
