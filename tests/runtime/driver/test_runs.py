@@ -183,18 +183,6 @@ def test_a_wrong_setting_ends_before_anything_starts(
     assert not list(folder.glob("runs/*/*"))
 
 
-def test_what_a_tool_cannot_save_is_one_line(mlx: Mlx, experiment: Make) -> None:
-    folder = experiment("probe")
-    edit(
-        folder / "src" / "experiment.py",
-        "self.history: list[float] = []",
-        "self.history, self.last = [object()], object()",
-    )
-    done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1")
-    (line,) = [line for line in done.stdout.splitlines() if "not in checkpoints" in line]
-    assert line.startswith("not in checkpoints: tools.counter.history, tools.counter.last; only numbers, text and ")
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

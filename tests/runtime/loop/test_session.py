@@ -291,8 +291,16 @@ def test_metrics_that_would_not_be_recorded(tmp_path: Path, made: Callable[[Any]
         attach(experiment, tmp_path).begin()
 
 
-def test_a_tool_that_cannot_be_saved_as_it_is_ends_the_run_before_training(tmp_path: Path) -> None:
-    experiment = Experiment()
+def test_attributes_of_tools_that_cannot_be_saved_are_named(tmp_path: Path) -> None:
+    """They end the run before training if they would come back as something else."""
+    experiment, events = Experiment(), Events()
+    experiment.tools = SimpleNamespace(counter=SimpleNamespace(count=1, history=[object()], last=object()))
+    session = attach(experiment, tmp_path, sink=events)
+    session.begin()
+    experiment.save_checkpoint(epoch=0)
+    session.checkpoints.settle()
+    (notice,) = [event.text for event in events if isinstance(event, Notice)]
+    assert notice.startswith("not in checkpoints: tools.counter.history, tools.counter.last; only numbers, text and ")
     experiment.tools = SimpleNamespace(words=SimpleNamespace(counts=defaultdict(lambda: 0)))
     with pytest.raises(ConfigError, match=r"^SimpleNamespace.counts contains a defaultdict, whose factory "):
         attach(experiment, tmp_path).begin()

@@ -41,11 +41,6 @@ def test_a_living_run_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "heartbeat" not in {thread.name for thread in {*threading.enumerate()} - before}
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
-    records.Record(RunFolder(tmp_path)).update(metrics={"a": float("nan"), "b": [float("inf"), 1.0]})
-    assert fields(tmp_path)["metrics"] == {"a": None, "b": [None, 1.0]}
-
-
 def test_the_end_is_written_on_a_full_disk_from_the_reserve(tmp_path: Path) -> None:
     record = records.Record(RunFolder(tmp_path))
     (tmp_path / ".reserve").write_bytes(b"0" * 100)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Mlx, Start, Started
-from faults import diary, differences, final_state, points, record, reports, run_of, wait_for
+from faults import diary, record, same, wait_for
 from leftovers import of_session
 
 from mlx_runtime.errors import ConfigError
@@ -57,15 +57,6 @@ def seen(folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
 
 def log_of(folder: Path, rank: int) -> str:
     return next(folder.glob(f"runs/*/run_001/logs/rank_{rank}.log")).read_text()
-
-
-def same(folder: Path, other: Path) -> list[str]:
-    """Return the differences between two runs of `faults`, by bitwise comparison."""
-    one, two = run_of(folder), run_of(other)
-    found = differences(final_state(one), final_state(two))
-    if reports(one) != reports(two):
-        found.append("metrics.jsonl")
-    return found + [name for name in ("train/mse", "val/mse") if points(one, name) != points(two, name)]
 
 
 class TestTheSameNumbers:

@@ -32,6 +32,7 @@ from faults import (
     reports,
     rows_per_epoch,
     run_of,
+    same,
     verdict,
     wait_for,
 )
@@ -93,15 +94,6 @@ def whole_here(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def steps_of(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
     return [note for note in diary(folder) if "rows" in note and note["at"] > since]
-
-
-def same(folder: Path, whole: Path) -> list[str]:
-    """Return the differences between two runs."""
-    one, other = run_of(folder), run_of(whole)
-    found = differences(final_state(other), final_state(one))
-    if reports(one) != reports(other):
-        found.append("metrics.jsonl")
-    return found + [name for name in ("train/mse", "lr/adam") if points(one, name) != points(other, name)]
 
 
 @pytest.fixture(scope="module")
