@@ -188,3 +188,11 @@ class TestOneDriver:
         monkeypatch.setattr(ObjectStore, "put_new", lambda *_: True)  # like a store that ignores the condition
         with pytest.raises(StorageError, match="ignores the condition If-None-Match"):
             folder.claim_attempt(3)
+
+    def test_one_that_was_followed_writes_no_more(self, run: RunFolder) -> None:
+        first = records.Record(run, status="RUNNING", attempt=1)
+        second = records.Record(run, records.load_record(run), status="RUNNING", attempt=2 * run.claim_attempt(2))
+        first.finish("FAILED")
+        assert records.load_record(run)["status"] == "RUNNING"
+        second.finish("SUCCEEDED")
+        assert records.load_record(run)["status"] == "SUCCEEDED"

@@ -83,6 +83,7 @@ def test_a_run_that_goes_on_continues_every_series(tmp_path: Path) -> None:
     with tracking:
         tracking.start()
         tracking.report({"train/loss": 2.0}, step=2, epoch=0)
+        tracking.trackers.call("on_epoch_end", 0, {})
         tracking.report({"train/loss": 1.0, "val/acc": 0.5}, step=3, epoch=1)
         tracking.end("SUCCEEDED", {"train/loss": 1.0})
     expected = [(1, 3.0), (2, 2.0), (3, 1.0)]
