@@ -72,6 +72,12 @@ def run_of(folder: Path, run: str = "run_001") -> Path:
     return folder / "runs" / "faults" / run
 
 
+def record(folder: Path, run: str = "run_001") -> dict[str, Any]:
+    """Return run.json of the only run of that name."""
+    (file,) = folder.glob(f"runs/*/{run}/run.json")
+    return dict(json.loads(file.read_text()))
+
+
 def final_state(run: Path) -> dict[str, Any]:
     """Return the state of the last checkpoint, without paths and times."""
     last = max(path for path in (run / "checkpoints").iterdir() if re.fullmatch(r"epoch_\d+", path.name))
@@ -111,6 +117,16 @@ def points(run: Path, name: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(run), size_guidance={"scalars": 0})
     events.Reload()
     return [(item.step, item.value) for item in events.Scalars(name)]
+
+
+def same(folder: Path, other: Path) -> list[str]:
+    """Return what differs between the runs of two folders: states, by bitwise comparison, and what was recorded."""
+    one, two = run_of(folder), run_of(other)
+    found = differences(final_state(one), final_state(two))
+    if reports(one) != reports(two):
+        found.append("metrics.jsonl")
+    names = ("train/mse", "val/mse", "lr/adam")
+    return found + [name for name in names if points(one, name) != points(two, name)]
 
 
 def diary(folder: Path) -> list[dict[str, Any]]:
@@ -340,15 +356,7 @@ def verdict(disturbed: Path, undisturbed: Path, epochs: int, stages: int = 1) ->
     The last checkpoint contains the weights, states of optimizers, random numbers and metrics of all workers; that of
     replicas, also the outer momentum.
     """
-    problems = [
-        f"state differs at {item}"
-        for item in differences(final_state(run_of(undisturbed)), final_state(run_of(disturbed)))
-    ]
-    if reports(run_of(undisturbed)) != reports(run_of(disturbed)):
-        problems.append("metrics.jsonl differs")
-    for name in ("train/mse", "val/mse", "lr/adam"):
-        if points(run_of(undisturbed), name) != points(run_of(disturbed), name):
-            problems.append(f"TensorBoard shows another {name}")
+    problems = [f"it differs at {item}" for item in same(undisturbed, disturbed)]
     rows = rows_per_epoch(disturbed, stages)
     problems += [
         f"epoch {epoch}: rows {rows.get(epoch)}" for epoch in range(epochs) if rows.get(epoch) != list(range(61))

@@ -6,6 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.data import Dataset
 
 from mlx_runtime import BaseModule
 from mlx_runtime.distributed.topology import Topology
@@ -17,6 +18,23 @@ from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.folder import RunFolder
 
 ALONE = Topology(0, 1, torch.device("cpu"))
+
+
+class Rows(Dataset):
+    """Rows with one number each, which counts them."""
+
+    def __init__(self, rows: int, first: float = 0.0, batch_size: int = 2) -> None:
+        self.rows, self.first, self.batch_size = rows, first, batch_size
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([self.first + index])
+
+    @staticmethod
+    def ray_map_batches(batch: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {"x": torch.stack(batch["item"])}
 
 
 class Events(list):

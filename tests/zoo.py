@@ -1,6 +1,6 @@
-"""The zoo: one class per kind of default that a constructor can have, written like user code, in a plain module.
+"""The zoo: every kind of default that a constructor can have, written like user code, in a plain module.
 
-Each class is a group with one argument, `it`. The default of a `Keep…` class must be re-created exactly, that of a
+Each class is a group. The defaults of a `Keep…` class must be re-created exactly, that of the only argument `it` of a
 `Refuse…` class must be rejected.
 """
 
@@ -147,156 +147,46 @@ def softness(x):
     return x
 
 
-class KeepSmallFloat:
-    def __init__(self, it: float = 1e-08): ...
-
-
-class KeepNan:
-    def __init__(self, it: float = math.nan): ...
-
-
-class KeepNegativeZero:
-    def __init__(self, it: float = -0.0): ...
-
-
-class KeepWordYes:
-    def __init__(self, it: str = "yes"): ...
-
-
-class KeepSpecialCharacters:
-    def __init__(self, it: str = "a: b # c\n'd' \"e\" \t{f} [g] é"): ...
-
-
-class KeepInterpolationLookalike:
-    def __init__(self, it: str = "${not.me} and \\${me}"): ...
-
-
-class KeepTuple:
-    def __init__(self, it: tuple[int, ...] = (5, 10, 5)): ...
-
-
-class KeepTupleInUnion:
-    def __init__(self, it: Union[int, tuple[int, int]] = (3, 3)): ...  # noqa: UP007
-
-
-class KeepDict:
-    def __init__(self, it: dict[str, Any] = {"a": 1, "b": [True, None], "c": {"d": (1,)}}): ...
-
-
-class KeepSet:
-    def __init__(self, it: set[int] = {3, 1}): ...
-
-
-class KeepBytes:
-    def __init__(self, it: bytes = bytes([0, 255])): ...
-
-
-class KeepPath:
-    def __init__(self, it: Path = Path("data/x")): ...
-
-
-class KeepStrOrPath:
-    def __init__(self, it: str | Path = Path("x")): ...
-
-
-class KeepEnum:
-    def __init__(self, it: Color = Color.BLUE): ...
-
-
-class KeepLiteral:
-    def __init__(self, it: Literal["a", "b", 1] = "b"): ...
-
-
-class KeepDtype:
-    def __init__(self, it: torch.dtype = torch.bfloat16): ...
-
-
-class KeepDevice:
-    def __init__(self, it: torch.device = torch.device("cpu")): ...
-
-
-class KeepTensor:
-    def __init__(self, it: torch.Tensor = torch.tensor([1.0, 2.0])): ...
-
-
-class KeepPositionalLayer:
-    def __init__(self, it: nn.Linear = nn.Linear(32, 10)): ...
-
-
-class KeepComprehension:
-    def __init__(self, it: nn.ModuleList = nn.ModuleList([nn.Linear(n, n) for n in range(1, 4)])): ...
-
-
-class KeepTied:
-    def __init__(self, it: Tied = Tied(2)): ...
-
-
-class KeepVariadic:
-    def __init__(self, it: Variadic = Variadic(1, 2, 3, scale=2.0)): ...
-
-
-class KeepKeywords:
-    def __init__(self, it: Keywords = Keywords(2, lr=0.1, name="x")): ...
-
-
-class KeepPositionalOnly:
-    def __init__(self, it: PositionalOnly = PositionalOnly(1, flag=True)): ...
-
-
-class KeepPartial:
-    def __init__(self, it: functools.partial = functools.partial(nn.Linear, 3, bias=False)): ...
-
-
-class KeepClassmethod:
-    def __init__(self, it: Factory = Factory.wide(20)): ...
-
-
-class KeepFunctionFactory:
-    def __init__(self, it: nn.Sequential = make_net(2, bias=False)): ...
-
-
-class KeepMetric:
-    def __init__(self, it: torchmetrics.Metric = torchmetrics.MeanMetric(nan_strategy="ignore")): ...
-
-
-class KeepOptimizer:
-    def __init__(self, it: torch.optim.AdamW = torch.optim.AdamW(DUMMY_PARAMS, lr=1e-4, betas=(0.8, 0.9))): ...
-
-
-class KeepFunction:
-    def __init__(self, it: Any = softness): ...
-
-
-class KeepClass:
-    def __init__(self, it: type[nn.Module] = nn.GELU): ...
-
-
-class KeepNestedDataclass:
-    def __init__(self, it: Nested = Nested()): ...
-
-
-class KeepNamedTuple:
-    def __init__(self, it: Point = Point(1)): ...
-
-
-class KeepForgetful:
-    def __init__(self, it: Forgetful = Forgetful(5)): ...
-
-
-class KeepSlotted:
-    def __init__(self, it: Slotted = Slotted(4)): ...
-
-
-class KeepDataset:
-    def __init__(self, it: Rows = Rows(5, transform=Renaming(2))): ...
-
-
-class KeepArrays:
-    def __init__(self, it: Arrays = Arrays(5)): ...
-
-
-class KeepDrawn:
-    def __init__(self, it: Drawn = Drawn(5)): ...
+class Keep:
+    """One argument per kind of default."""
+
+    def __init__(
+        self,
+        nan: float = math.nan,
+        negative_zero: float = -0.0,
+        sizes: tuple[int, ...] = (5, 10, 5),
+        tuple_in_union: Union[int, tuple[int, int]] = (3, 3),  # noqa: UP007
+        mapping: dict[str, Any] = {"a": 1, "b": [True, None], "c": {"d": (1,)}},
+        numbers: set[int] = {3, 1},
+        content: bytes = bytes([0, 255]),
+        path: Path = Path("data/x"),
+        str_or_path: str | Path = Path("x"),
+        color: Color = Color.BLUE,
+        literal: Literal["a", "b", 1] = "b",
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device = torch.device("cpu"),
+        tensor: torch.Tensor = torch.tensor([1.0, 2.0]),
+        positional_layer: nn.Linear = nn.Linear(32, 10),
+        comprehension: nn.ModuleList = nn.ModuleList([nn.Linear(n, n) for n in range(1, 4)]),
+        tied: Tied = Tied(2),
+        variadic: Variadic = Variadic(1, 2, 3, scale=2.0),
+        keywords: Keywords = Keywords(2, lr=0.1, name="x"),
+        positional_only: PositionalOnly = PositionalOnly(1, flag=True),
+        partial: functools.partial = functools.partial(nn.Linear, 3, bias=False),
+        classmethod: Factory = Factory.wide(20),
+        function_factory: nn.Sequential = make_net(2, bias=False),
+        metric: torchmetrics.Metric = torchmetrics.MeanMetric(nan_strategy="ignore"),
+        optimizer: torch.optim.AdamW = torch.optim.AdamW(DUMMY_PARAMS, lr=1e-4, betas=(0.8, 0.9)),
+        function: Any = softness,
+        layer: type[nn.Module] = nn.GELU,
+        nested_dataclass: Nested = Nested(),
+        named_tuple: Point = Point(1),
+        forgetful: Forgetful = Forgetful(5),
+        slotted: Slotted = Slotted(4),
+        dataset: Rows = Rows(5, transform=Renaming(2)),
+        arrays: Arrays = Arrays(5),
+        drawn: Drawn = Drawn(5),
+    ): ...
 
 
 @dataclass

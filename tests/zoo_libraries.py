@@ -1,6 +1,6 @@
 """The zoo of libraries: classes and functions of well-known libraries whose results a default may be.
 
-One class with one argument `it`, as in `zoo`, for each call below, which stands for others of its kind.
+One argument of a class, as in `zoo`, for each call below, which stands for others of its kind.
 """
 
 import importlib.util
@@ -50,12 +50,14 @@ TRANSFORMERS = [
 
 
 def _text(calls: dict[str, str]) -> str:
-    """Return a module as a user would write it, with one class per call."""
+    """Return a module as a user would write it."""
     modules = {module for call in calls.values() for module in re.findall(r"(?<![\w.])((?:[a-z_]\w*\.)+)", call)}
     imports = {f"import {module.rstrip('.')}" for module in modules if not module.startswith(("nn.", "np."))}
     header = ["import numpy as np", *sorted(imports), "from torch import nn", "from mlx_runtime import DUMMY_PARAMS"]
-    classes = [f"class {name}:\n    def __init__(self, it={call}): ..." for name, call in calls.items()]
-    return "\n".join([*header, "", *classes, ""])
+    arguments = [f"        {name}={call}," for name, call in calls.items()]
+    return "\n".join(
+        [*header, "", "class KeepLibraries:", "    def __init__(", "        self,", *arguments, "    ): ...", ""]
+    )
 
 
 def _made(name: str, text: str) -> types.ModuleType:
@@ -68,11 +70,10 @@ def _made(name: str, text: str) -> types.ModuleType:
     return module
 
 
-def kept() -> list[type]:
-    """Return one class per default."""
+def kept() -> type:
+    """Return a class with one argument per default."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, or requires another option
         more = TRANSFORMERS if importlib.util.find_spec("transformers") else []
-        calls = {"Keep_" + re.sub(r"\W+", "_", call).strip("_"): call for call in [*CALLS, *more]}
-        module = _made("zoo_of_libraries", _text(calls))
-    return [getattr(module, name) for name in calls]
+        calls = {re.sub(r"\W+", "_", call).strip("_"): call for call in [*CALLS, *more]}
+        return _made("zoo_of_libraries", _text(calls)).KeepLibraries  # type: ignore[no-any-return]

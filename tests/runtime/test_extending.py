@@ -26,61 +26,10 @@ PAGE = ROOT / "docs" / "guides" / "extending.md"
 Run = Callable[..., str]
 """Calls `mlx` in the experiment, and returns what it prints."""
 
-Weights = Callable[[dict[str, str], str], list[str]]
-"""Returns the metric of each epoch of a run: `weights(settings, "experiment")`."""
+Losses = Callable[[dict[str, str], str], list[str]]
+"""Returns the loss of each epoch of a run: `losses(settings, "experiment")`."""
 
 EXPERIMENT = """
-from dataclasses import dataclass
-
-import mlx_runtime
-import torch
-from torch.nn import functional as F
-from torchmetrics import MeanMetric
-from more_mlx.csv_folder import CSVFolder
-
-
-class Datasets:
-    def __init__(self, train: CSVFolder = CSVFolder("rows", batch_size=4)):
-        self.train = train
-
-
-class Models:
-    map_params_to_optimizers = {"net": "sgd"}
-
-    def __init__(self, net: torch.nn.Linear = torch.nn.Linear(2, 2)):
-        self.net = net
-
-
-class Optimizers:
-    def __init__(self, sgd: torch.optim.SGD = torch.optim.SGD(mlx_runtime.DUMMY_PARAMS, lr=0.1)):
-        self.sgd = sgd
-
-
-@dataclass
-class TrainConfig(mlx_runtime.TrainConfig):
-    num_epochs: int = 2
-
-
-class Experiment(mlx_runtime.BaseModule):
-    def __init__(self, cfg: TrainConfig, datasets: Datasets, models: Models, optimizers: Optimizers):
-        self.cfg, self.datasets, self.models, self.optimizers = cfg, datasets, models, optimizers
-
-    def worker_loop(self, shards):
-        net = mlx_runtime.prepare_model(self.models.net)
-        loader = shards.train.iter_torch_batches()
-        for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
-            rows = torch.zeros(())
-            for batch in loader:
-                F.cross_entropy(net(batch["x"]), batch["y"]).backward()
-                self.optimizers.sgd.step()
-                self.optimizers.sgd.zero_grad()
-                rows += len(batch["x"])
-            print("rows", int(rows))
-            self.save_checkpoint(epoch, {"weight": self.models.net.weight.norm().item()})
-"""
-
-
-TWO_LAYERS = """
 from dataclasses import dataclass
 
 import mlx_runtime
@@ -136,7 +85,7 @@ class Experiment(mlx_runtime.BaseModule):
 
     def worker_loop(self, shards):
         net = mlx_runtime.prepare_model(self.models.net)
-        (loader,) = self.generate_loaders(shards)
+        loader = shards.train.iter_torch_batches()
         for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
             self.reset_all_metrics_and_losses()
             rows = []
@@ -182,20 +131,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def extended(installed: Path, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An experiment that reads a folder of CSV files."""
-    return experiment(tmp_path_factory.mktemp("extended") / "lines", baked, EXPERIMENT)
-
-
-@pytest.fixture(scope="module")
-def layered(installed: Path, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An experiment whose model can be split, which reads the same rows."""
-    return experiment(tmp_path_factory.mktemp("layered") / "layers", baked, TWO_LAYERS)
-
-
-def experiment(folder: Path, baked: Path, code: str) -> Path:
-    """Write an experiment with this code, and the rows that it reads."""
+    """An experiment that reads a folder of CSV files, with a model that can be split."""
+    folder = tmp_path_factory.mktemp("extended") / "layers"
     shutil.copytree(baked, folder, ignore=shutil.ignore_patterns("runs", "conf.yaml"))
-    (folder / "src" / "experiment.py").write_text(code)
+    (folder / "src" / "experiment.py").write_text(EXPERIMENT)
     (folder / "rows").mkdir()
     for number in range(2):
         lines = ["a,b,label", *(f"{number}.{row},{row},{row % 2}" for row in range(11))]
@@ -220,39 +159,33 @@ def run(extended: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
     return caller(extended, mlx, settings)
 
 
-@pytest.fixture
-def split(layered: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
-    """The same in the experiment whose model can be split."""
-    return caller(layered, mlx, settings)
-
-
 @pytest.fixture(scope="session")
-def weights(commands: Commands, environment: dict[str, str]) -> Weights:
-    script = "import sys, mlx_runtime; print(*mlx_runtime.open_run(sys.argv[1]).metrics()['weight'].dropna())"
+def losses(commands: Commands, environment: dict[str, str]) -> Losses:
+    script = "import sys, mlx_runtime; print(*mlx_runtime.open_run(sys.argv[1]).metrics()['train/entropy'].dropna())"
 
-    def weights(settings: dict[str, str], name: str) -> list[str]:
+    def losses(settings: dict[str, str], name: str) -> list[str]:
         done = commands.run(ROOT, [f"{name}/run_001"], environment | settings, TIMEOUT_S, script)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
-    return weights
+    return losses
 
 
 @pytest.fixture(scope="module")
 def ours(
-    extended: Path, mlx: Mlx, installed: Path, weights: Weights, tmp_path_factory: pytest.TempPathFactory
+    extended: Path, mlx: Mlx, installed: Path, losses: Losses, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, list[str]]:
-    """What a run of the local engine in a folder prints, and its weights."""
+    """What a run of the local engine in a folder prints, and its losses."""
     settings = variables(installed, tmp_path_factory.mktemp("ours"))
     run = caller(extended, mlx, settings)
-    return run("train", "run", "cfg.engine=local"), weights(settings, "experiment")
+    return run("train", "run", "cfg.engine=local", "cfg.num_epochs=2"), losses(settings, "experiment")
 
 
 @pytest.fixture(scope="module")
-def whole(layered: Path, mlx: Mlx, installed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def whole(extended: Path, mlx: Mlx, installed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What a split run of two workers prints, and the folder of its runs."""
     storage = tmp_path_factory.mktemp("whole")
-    return caller(layered, mlx, variables(installed, storage))("train", "run", SPLIT, "cfg.name=split"), storage
+    return caller(extended, mlx, variables(installed, storage))("train", "run", SPLIT, "cfg.name=split"), storage
 
 
 def caller(folder: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
@@ -266,38 +199,38 @@ def caller(folder: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
 
 @pytest.mark.local
 def test_an_engine_and_a_kind_of_dataset_train_as_ours_do(
-    run: Run, settings: dict[str, str], weights: Weights, ours: tuple[str, list[str]], tmp_path: Path
+    run: Run, settings: dict[str, str], losses: Losses, ours: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     here, expected = ours
-    there = run("train", "run", "cfg.engine=more_mlx.engine.Subprocesses", "cfg.name=other")
+    there = run("train", "run", "cfg.engine=more_mlx.engine.Subprocesses", "cfg.num_epochs=2", "cfg.name=other")
     assert "workers   2 DDP workers on" in there
     assert "(cfg.engine=more_mlx.engine.Subprocesses)" in there
     assert "local engine" in here
 
     assert len(expected) == 2
-    assert weights(settings, "other") == expected
+    assert losses(settings, "other") == expected
     for rank in range(2):  # 11 of the 22 rows for each, in steps of 4; each worker writes its own log
         (log,) = (tmp_path / "other" / "run_001").rglob(f"*{rank}.log")
-        assert log.read_text().count("rows 11\n") == 2
+        assert log.read_text().count(" 11\n") == 2
 
 
 @pytest.mark.examples
 def test_a_run_goes_on_with_another_engine(
-    run: Run, settings: dict[str, str], weights: Weights, ours: tuple[str, list[str]]
+    run: Run, settings: dict[str, str], losses: Losses, ours: tuple[str, list[str]]
 ) -> None:
     run("train", "run", "cfg.engine=more_mlx.engine.Subprocesses", "cfg.num_epochs=1", "cfg.name=two")
     run("train", "run", "--resume=two/run_001", "cfg.engine=local", "cfg.num_epochs=2")
-    assert weights(settings, "two") == ours[1]
+    assert losses(settings, "two") == ours[1]
 
 
 @pytest.mark.examples
 def test_runs_live_in_a_storage_of_another_package(
-    run: Run, settings: dict[str, str], weights: Weights, ours: tuple[str, list[str]], tmp_path: Path
+    run: Run, settings: dict[str, str], losses: Losses, ours: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     database = f"cfg.storage_path=sqlite://{tmp_path}/runs.db"
     run("train", "run", "cfg.engine=local", database, "cfg.num_epochs=1", "cfg.name=two")
     run("train", "run", f"--resume=sqlite://{tmp_path}/runs.db/two/run_001", "cfg.num_epochs=2", database)
-    assert weights(settings, f"sqlite://{tmp_path}/runs.db/two") == ours[1]
+    assert losses(settings, f"sqlite://{tmp_path}/runs.db/two") == ours[1]
     assert [item.name for item in tmp_path.iterdir()] == ["runs.db"]
     rows = json.loads(run("xp", "ls", "two", "--json", MLX_STORAGE=f"sqlite://{tmp_path}/runs.db"))
     assert [row["status"] for row in rows] == ["SUCCEEDED"]
@@ -323,12 +256,12 @@ def orders(printed: str) -> Counter[str]:
 
 @pytest.mark.local
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_strategy_splits_a_model(split: Run, whole: tuple[str, Path], tmp_path: Path, replicas: int) -> None:
+def test_a_strategy_splits_a_model(run: Run, whole: tuple[str, Path], tmp_path: Path, replicas: int) -> None:
     """The result is that of as many workers as there are replicas, each with the whole model."""
     there, storage = whole
     if replicas == 2:
-        there, storage = split("train", "run", SPLIT, "cfg.start_workers=4", "cfg.name=split"), tmp_path
-    here = split("train", "run", f"cfg.start_workers={replicas}", "cfg.name=whole")
+        there, storage = run("train", "run", SPLIT, "cfg.start_workers=4", "cfg.name=split"), tmp_path
+    here = run("train", "run", f"cfg.start_workers={replicas}", "cfg.name=whole")
     assert f"workers   {2 * replicas} Split workers on" in there
     assert "42 parameters" in there
     assert f"train     22 rows in {6 // replicas} steps, global batch {4 * replicas}" in there
@@ -348,23 +281,23 @@ def test_a_strategy_splits_a_model(split: Run, whole: tuple[str, Path], tmp_path
 
 @pytest.mark.examples
 def test_a_split_run_goes_on_as_if_it_had_not_been_interrupted(
-    split: Run, whole: tuple[str, Path], tmp_path: Path
+    run: Run, whole: tuple[str, Path], tmp_path: Path
 ) -> None:
     """Within an epoch, and bit by bit; under another strategy and number of replicas, it reads each row once."""
-    split("train", "run", SPLIT, "cfg.name=halves", "cfg.max_steps=8")
-    split("train", "run", "--resume=halves/run_001", SPLIT, "cfg.max_steps=null")
+    run("train", "run", SPLIT, "cfg.name=halves", "cfg.max_steps=8")
+    run("train", "run", "--resume=halves/run_001", SPLIT, "cfg.max_steps=null")
     one, other = latest(tmp_path / "halves"), latest(whole[1] / "split")
     for group in ("models", "optimizers", "ranks"):
         assert encode(one[group]) == encode(other[group])
 
-    split("train", "run", SPLIT, "cfg.start_workers=4", "cfg.name=pairs", "cfg.num_epochs=2", "cfg.max_steps=4")
-    split("train", "run", "--resume=pairs/run_001", "cfg.strategy=ddp", "cfg.start_workers=1", "cfg.max_steps=null")
+    run("train", "run", SPLIT, "cfg.start_workers=4", "cfg.name=pairs", "cfg.num_epochs=2", "cfg.max_steps=4")
+    run("train", "run", "--resume=pairs/run_001", "cfg.strategy=ddp", "cfg.start_workers=1", "cfg.max_steps=null")
     assert latest(tmp_path / "pairs")["numbers"]["latest"]["train/rows"] == 22
 
 
 @pytest.mark.examples
 def test_the_checkpoint_of_a_split_run_needs_no_strategy(
-    whole: tuple[str, Path], layered: Path, mlx: Mlx, installed: Path, commands: Commands, environment: dict[str, str]
+    whole: tuple[str, Path], extended: Path, mlx: Mlx, installed: Path, commands: Commands, environment: dict[str, str]
 ) -> None:
     storage = whole[1]
     settings = variables(installed, storage)
@@ -373,10 +306,10 @@ def test_the_checkpoint_of_a_split_run_needs_no_strategy(
         f"models = mlx_runtime.open_run({str(storage / 'split' / 'run_001')!r}).load_models()\n"
         "print([round(float(item.sum()), 6) for item in models.net.parameters()])"
     )
-    done = commands.run(layered, [], environment | settings, TIMEOUT_S, code)
+    done = commands.run(extended, [], environment | settings, TIMEOUT_S, code)
     weights = latest(storage / "split")["models"]["net"].values()
     assert done.stdout == f"{[round(float(item.sum()), 6) for item in weights]}\n", done.stderr
-    call = caller(layered, mlx, settings)
+    call = caller(extended, mlx, settings)
     alone = call("train", "eval", "split/run_001", "cfg.strategy=ddp", "cfg.start_workers=0")
     halves = call("train", "eval", "split/run_001")
     (value,) = [line for line in alone.splitlines() if line.startswith("train/entropy")]
@@ -408,9 +341,9 @@ def test_the_checkpoint_of_a_split_run_needs_no_strategy(
     ],
 )
 def test_what_a_strategy_cannot_train_is_refused_before_there_is_a_run(
-    layered: Path, mlx: Mlx, settings: dict[str, str], tmp_path: Path, words: list[str], line: str
+    extended: Path, mlx: Mlx, settings: dict[str, str], tmp_path: Path, words: list[str], line: str
 ) -> None:
-    done = mlx(layered, "train", "run", SPLIT, *words, **settings)
+    done = mlx(extended, "train", "run", SPLIT, *words, **settings)
     assert (done.returncode, done.stderr) == (1, f"error: {line}\n")
     assert not (tmp_path / "experiment").exists()
 
@@ -441,7 +374,11 @@ def test_a_kind_of_dataset_is_split_into_folds_by_the_rows_of_its_reader(run: Ru
 
 @pytest.mark.process
 def test_an_extension_accompanies_a_run(run: Run, tmp_path: Path) -> None:
-    words = ["+cfg.callbacks.heartbeat={_target_: more_mlx.heartbeat.Heartbeat, every_s: 0.1}", "cfg.start_workers=0"]
+    words = [
+        "+cfg.callbacks.heartbeat={_target_: more_mlx.heartbeat.Heartbeat, every_s: 0.1}",
+        "cfg.start_workers=0",
+        "cfg.num_epochs=2",
+    ]
     printed = run("train", "run", *words)
     assert "SUCCEEDED after 2 checkpoints" in printed
     assert list(tmp_path.rglob("heartbeat"))

@@ -1,5 +1,6 @@
 """Where modules are imported from, and code that runs after an import."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,3 +37,12 @@ def test_a_folder_comes_before_others_with_modules_of_the_same_name(
     monkeypatch.setattr(sys, "path", [str(first), str(second)])
     add_to_path(second)
     assert sys.path == [str(second), str(first)]
+
+
+@pytest.mark.process
+def test_importing_the_library_hooks_nothing() -> None:
+    code = (
+        "import sys; before = sys.meta_path[:], sys.path_hooks[:]; import mlx_runtime; "
+        "assert before == (sys.meta_path, sys.path_hooks), sys.meta_path"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""The template of data jobs: generated in every way, then linted, type-checked, bound, run by make, and tested.
+"""The template of data jobs: linted, type-checked, bound, run by make, and tested.
 
 shards/
     main.py  src/job.py         a dozen lines, and the user's code
@@ -11,54 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, Mlx
-from test_generate import RECORD, cookiecutter, files, repository  # noqa: F401 - a fixture
+from conftest import Mlx
+from test_generate import files
 from test_template import check, make
 
 pytestmark = pytest.mark.process
-
-FILES = [
-    ".env.example",
-    ".gitignore",
-    ".rayignore",
-    "Makefile",
-    "README.md",
-    "constraints.txt",
-    "main.py",
-    "pyproject.toml",
-    "requirements.txt",
-    "src/__init__.py",
-    "src/job.py",
-    "tests/test_job.py",
-]
 
 
 @pytest.fixture
 def shards(baked_job: Path, tmp_path: Path) -> Path:
     """A generated data job for a single test."""
     return Path(shutil.copytree(baked_job, tmp_path / "shards"))
-
-
-def test_every_way_makes_the_same_files(mlx: Mlx, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    origin = request.getfixturevalue("repository")
-    (tmp_path / "url").mkdir()
-    done = cookiecutter(origin, tmp_path / "url", "--no-input", "--directory", "data_job", "job_name=alpha")
-    assert done.returncode == 0, done.stderr
-    done = cookiecutter(str(ROOT), tmp_path / "prompted", "--directory", "data_job", answers="alpha\n")
-    assert done.returncode == 0, done.stderr
-    assert "Name of the data job" in done.stdout
-    assert mlx(tmp_path, "data", "new", "alpha", "-o", "mlx").returncode == 0
-    for way in ("url", "prompted", "mlx"):
-        assert files(tmp_path / way / "alpha") == sorted([RECORD, *FILES]), way
-        for name in ("src/job.py", "README.md", "pyproject.toml"):
-            assert (tmp_path / way / "alpha" / name).read_text() == (tmp_path / "url" / "alpha" / name).read_text()
-    assert f"\nRUNTIME ?= mlx-runtime @ git+{origin}\\#subdirectory=runtime\n" in makefile(tmp_path / "url")
-    for way in ("prompted", "mlx"):
-        assert f"\nRUNTIME ?= {ROOT}/runtime\n" in makefile(tmp_path / way)
-
-
-def makefile(folder: Path) -> str:
-    return (folder / "alpha" / "Makefile").read_text()
 
 
 @pytest.mark.cluster

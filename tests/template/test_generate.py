@@ -41,6 +41,21 @@ FILES = [
 
 JAX_FILES = [name for name in FILES if name != "notebook.ipynb"]
 
+JOB_FILES = [
+    ".env.example",
+    ".gitignore",
+    ".rayignore",
+    "Makefile",
+    "README.md",
+    "constraints.txt",
+    "main.py",
+    "pyproject.toml",
+    "requirements.txt",
+    "src/__init__.py",
+    "src/job.py",
+    "tests/test_job.py",
+]
+
 RECORD = ".mlx/template.json"
 """Written by a hook, for `mlx train upgrade`."""
 
@@ -57,10 +72,10 @@ def cookiecutter(source: str, folder: Path, *options: str, answers: str = "") ->
     return subprocess.run(command, input=answers, capture_output=True, text=True, timeout=120, env=environment)
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The working tree of this repository, as a separate git repository."""
-    folder = tmp_path / "origin.git"
+    folder = tmp_path_factory.mktemp("origin") / "origin.git"
     tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     for name in tracked.stdout.splitlines():
         if (ROOT / name).exists():
@@ -71,21 +86,39 @@ def repository(tmp_path: Path) -> str:
     return f"file://{folder}"
 
 
-def test_every_way_makes_the_same_files(mlx: Mlx, repository: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "wanted", "question", "ways"),
+    [
+        ("", FILES, "experiment", (("new",), ("train", "new"))),
+        ("data_job", JOB_FILES, "data job", (("data", "new"),)),
+    ],
+)
+def test_every_way_makes_the_same_files(
+    template: str,
+    wanted: list[str],
+    question: str,
+    ways: tuple[tuple[str, ...], ...],
+    mlx: Mlx,
+    repository: str,
+    tmp_path: Path,
+) -> None:
     (tmp_path / "url").mkdir()
-    done = cookiecutter(repository, tmp_path / "url", "--no-input", "experiment_name=alpha")
+    directory = ("--directory", template) if template else ()
+    named = f"{question.split()[-1]}_name=alpha"
+    done = cookiecutter(repository, tmp_path / "url", "--no-input", *directory, named)
     assert done.returncode == 0, done.stderr
-    done = cookiecutter(str(ROOT), tmp_path / "prompted", answers="alpha\n")
+    done = cookiecutter(str(ROOT), tmp_path / "prompted", *directory, answers="alpha\n")
     assert done.returncode == 0, done.stderr
-    assert "Name of the experiment" in done.stdout
-    assert mlx(tmp_path, "new", "alpha", "-o", "short").returncode == 0
-    assert mlx(tmp_path, "train", "new", "alpha", "-o", "long").returncode == 0
-    for way in ("url", "prompted", "short", "long"):
-        assert files(tmp_path / way / "alpha") == sorted([RECORD, *FILES]), way
-        for name in ("src/experiment.py", "src/config.py", "README.md", "pyproject.toml"):
-            assert (tmp_path / way / "alpha" / name).read_text() == (tmp_path / "url" / "alpha" / name).read_text()
+    assert f"Name of the {question}" in done.stdout
+    for command in ways:
+        assert mlx(tmp_path, *command, "alpha", "-o", command[0]).returncode == 0
+    for way in ("url", "prompted", *(command[0] for command in ways)):
+        assert files(tmp_path / way / "alpha") == sorted([RECORD, *wanted]), way
+        for name in {*wanted} - {"Makefile"}:
+            assert (tmp_path / way / "alpha" / name).read_bytes() == (tmp_path / "url" / "alpha" / name).read_bytes()
+        if way != "url":
+            assert f"\nRUNTIME ?= {ROOT}/runtime\n" in makefile(tmp_path / way)
     assert f"\nRUNTIME ?= mlx-runtime @ git+{repository}\\#subdirectory=runtime\n" in makefile(tmp_path / "url")
-    assert f"\nRUNTIME ?= {ROOT}/runtime\n" in makefile(tmp_path / "prompted")
 
 
 def test_every_way_makes_the_same_files_in_jax(mlx: Mlx, repository: str, tmp_path: Path) -> None:

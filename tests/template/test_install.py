@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_data_job
 import test_generate
 from conftest import ROOT
 from test_generate import files
@@ -123,7 +122,7 @@ def new(kind: str, installed: Path, parent: Path, *options: str) -> "subprocess.
     [
         ("train", "<<cookiecutter.experiment_name>>", test_generate.FILES),
         ("train", "jax/<<cookiecutter.experiment_name>>", test_generate.JAX_FILES),
-        ("data", "data_job/<<cookiecutter.job_name>>", test_data_job.FILES),
+        ("data", "data_job/<<cookiecutter.job_name>>", test_generate.JOB_FILES),
     ],
 )
 def test_the_wheel_carries_the_templates_and_works_without_this_repository(

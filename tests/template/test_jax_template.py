@@ -1,10 +1,9 @@
-"""The generated experiment in JAX, as used by its owner: bound, trained, resumed, evaluated, read, checked."""
+"""The generated experiment in JAX, as used by its owner: bound, trained, resumed, evaluated, checked."""
 
 import re
 import shutil
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from conftest import Mlx
 from test_template import check, make
@@ -26,7 +25,7 @@ def jax_digits(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.local
+@pytest.mark.examples
 def test_the_commands_of_an_experiment_work(jax_digits: Path, mlx: Mlx) -> None:
     done = mlx(jax_digits, "train", "run", "cfg.num_epochs=2")
     assert (done.returncode, done.stderr) == (0, "")
@@ -36,17 +35,8 @@ def test_the_commands_of_an_experiment_work(jax_digits: Path, mlx: Mlx) -> None:
     assert accuracy is not None
     assert float(accuracy[1]) >= 0.9
     assert accuracy[0] in mlx(jax_digits, "train", "eval", "run_001", "cfg.start_workers=0").stdout
-    done = mlx(jax_digits, "train", "predict", "run_001", "--dataset", "test")
-    assert done.returncode == 0, done.stderr
-    table = pd.read_parquet(jax_digits / "predictions.parquet")
-    assert (len(table), set(table["digit"])) == (270, set(range(10)))
-
-    programs = "programs are made of torch modules, and the models of this experiment are none; export only the weights"
-    drawing = "mlx train draw shows torch modules, and the models of this experiment are none"
-    for words, why in ((("xp", "export", "digits", "run_001"), programs), (("train", "draw", "-o", "m.svg"), drawing)):
-        done = mlx(jax_digits, *words)
-        assert done.returncode != 0
-        assert re.fullmatch(rf"(.*\n)?error: {re.escape(why)}.*\n", done.stderr)
+    refused = mlx(jax_digits, "train", "draw", "-o", "m.svg")
+    assert "error: mlx train draw shows torch modules, and the models of this experiment are none" in refused.stderr
 
 
 @pytest.mark.examples

@@ -12,7 +12,8 @@ import pytest
 from conftest import Start
 from faults import wait_for
 
-from mlx_runtime.errors import RunStopped
+from mlx_runtime.cli.verbs import xp
+from mlx_runtime.errors import RunStopped, UsageError
 from mlx_runtime.exits import clean_exit
 
 pytestmark = pytest.mark.pure
@@ -124,6 +125,12 @@ def test_a_killed_bind_leaves_nothing(start: Start, tmp_path: Path) -> None:
     (fork,) = wait_for(lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split(), 60)
     process.kill()
     wait_for(lambda: not Path(f"/proc/{fork}").exists(), 60)
+
+
+def test_a_board_of_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    for path in (f"file://{tmp_path}/run_002", str(tmp_path / "run_002")):
+        with pytest.raises(UsageError, match="there are no runs in"):
+            xp.board(path, None, 0)
 
 
 @pytest.mark.process

@@ -1,7 +1,4 @@
-"""Commands start fast: our own code imports only necessary libraries.
-
-The experiment's `src` and its imports may import more.
-"""
+"""A machine that only launches runs needs few libraries. What a run loads is tested in test_waterline.py."""
 
 import json
 import subprocess
@@ -18,36 +15,6 @@ from hidden import hide
 from mlx_runtime.extras import EXTRAS
 
 pytestmark = pytest.mark.process
-
-HOOK = '''\
-"""Reports imports of some libraries, and of parts of them, that do not begin in a module of `src`."""
-
-import sys
-import traceback
-
-
-class Reporter:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] not in {watched!r}:
-            return
-        files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
-        if "<frozen importlib.util>" in files:
-            return  # it is only looked for
-        ours = [file for file in files if file.startswith({package!r})]
-        theirs = [file for file in files if file.startswith({src!r})]
-        theirs += [file for file in files if "/torchmetrics/" in file or "/tensorboard/" in file]
-        if ours and not theirs:
-            with open({out!r}, "a") as file:
-                print(name, "from", ours[0], file=file)
-
-
-sys.meta_path.insert(0, Reporter())
-'''
-
-HEAVY = ("ray", "pandas", "pyarrow", "botocore", "optuna", "plotly", "huggingface_hub")
-"""What a run of the template does without. TorchMetrics and TensorBoard may import some of it."""
-
-PACKAGE = Path(__file__).parents[3] / "runtime" / "mlx_runtime"
 
 
 class Cluster(BaseHTTPRequestHandler):
@@ -110,27 +77,3 @@ def test_a_client_needs_none_of_what_runs_need(
         assert refused.returncode == 1
         assert refused.stderr.endswith('type: pip install "mlx-runtime[train]"\n'), refused.stderr
         assert refused.stderr.count("\n") == 1
-
-
-@pytest.mark.local
-def test_a_plain_run_imports_no_ray(digits: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    """Neither in the driver nor in its workers, which inherit the hook; test_waterline.py is about runs without."""
-    settings = environment | hooked(digits, tmp_path, HEAVY)
-    arguments = [sys.executable, "-m", "mlx_runtime", "train", "run", "cfg.num_epochs=1", "cfg.start_workers=2"]
-    done = subprocess.run(arguments, cwd=digits, env=settings, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not heavy(tmp_path)
-
-
-def hooked(folder: Path, parent: Path, watched: tuple[str, ...]) -> dict[str, str]:
-    """Return variables with which processes report imports by our own code, for a project in a folder."""
-    (parent / "hook").mkdir()
-    hook = HOOK.format(package=str(PACKAGE), src=str(folder / "src"), watched=watched, out=str(parent / "heavy.txt"))
-    (parent / "hook" / "sitecustomize.py").write_text(hook)
-    return {"PYTHONPATH": str(parent / "hook")}
-
-
-def heavy(parent: Path) -> str:
-    """Return what was reported."""
-    file = parent / "heavy.txt"
-    return file.read_text() if file.exists() else ""

@@ -93,13 +93,6 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "conf.yaml"
 
 
-def test_overrides_win_and_keep_their_types(conf: Path) -> None:
-    config = load_config(Experiment, ["cfg.num_epochs=3", "optimizers.adam.lr=1e-4", "cfg.monitor=val/x"], conf)
-    assert config.cfg.num_epochs == 3
-    assert config.tree["optimizers"]["adam"]["lr"] == 1e-4
-    assert config.cfg.monitor == "val/x"
-
-
 def test_groups_and_their_members_have_the_order_of_their_classes(conf: Path) -> None:
     node = f"{{_target_: {__name__}.Net, width: 3}}"
     config = load_config(Experiment, ["~models.net", f"+models.net={node}"], conf)

@@ -5,7 +5,6 @@ import importlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import pytest
 from torch.utils.data import Subset
@@ -96,12 +95,6 @@ def made(source: ModuleType) -> list[int]:
     return source.made  # type: ignore[no-any-return]
 
 
-def datasets(name: str = "Datasets") -> dict[str, Any]:
-    rows = {"_target_": "declared_source.Rows", "count": 11}
-    around = {"_target_": "declared_source.Around", "inner": {"_target_": "declared_source.Rows", "count": 12}}
-    return {"_target_": f"declared_source.{name}", "train": rows} | ({"val": around} if name == "Datasets" else {})
-
-
 def test_importing_a_module_makes_no_dataset(source: ModuleType) -> None:
     assert source.MADE_BY_IMPORT == []
     defaults = source.Datasets.__init__.__defaults__
@@ -111,25 +104,11 @@ def test_importing_a_module_makes_no_dataset(source: ModuleType) -> None:
     assert repr(source.later.__kwdefaults__["more"]) == "Rows.double(6)"
 
 
-def test_a_group_makes_each_dataset_once_when_it_is_read(source: ModuleType, made: list[int]) -> None:
-    entered = []
-
-    @contextlib.contextmanager
-    def context(name: str) -> Iterator[None]:
-        entered.append(list(made))
-        yield
-
-    group = build_group(datasets(), "datasets", context)
-    assert isinstance(group, source.Datasets)
-    assert (made, group.text) == ([], "a")
-    assert group.val.inner.count == 12
-    assert group.val is group.val
-    assert (made, entered) == ([12], [[]])
-
-
 @pytest.mark.parametrize("name", ["Splits", "Counts"])
 def test_a_group_that_uses_its_datasets_makes_them_at_once(name: str, made: list[int]) -> None:
-    group = build_group(datasets(name), "datasets", contextlib.nullcontext)
+    rows = {"_target_": "declared_source.Rows", "count": 11}
+    node = {"_target_": f"declared_source.{name}", "train": rows}
+    group = build_group(node, "datasets", contextlib.nullcontext)
     assert vars(group)["train"].count == 11
     if name == "Splits":
         assert isinstance(group.first, Subset)

@@ -70,16 +70,6 @@ def test_few_settings_are_flat() -> None:
     assert len(sections()) <= 8
 
 
-class TestOverrides:
-    def test_a_setting_of_a_section(self, conf: Path) -> None:
-        bound(Plain, conf)
-        config = load_config(Plain, ["cfg.elastic.max_failures=1", "cfg.debug.limit_batches=2"], conf)
-        assert (config.cfg.elastic, config.cfg.debug.limit_batches) == (Elastic(max_failures=1), 2)
-        assert (
-            config.cfg.elastic == load_config(Plain, ["cfg.elastic.max_failures=1"], conf, keys_only=True).cfg.elastic
-        )
-
-
 class TestConfYaml:
     def test_a_part_of_a_section_is_completed_and_stays_as_it_is(self, conf: Path) -> None:
         bound(Plain, conf)

@@ -2,6 +2,8 @@
 
 import inspect
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,7 @@ defer_loading("zoo_libraries")
 import zoo  # noqa: E402
 import zoo_libraries  # noqa: E402
 
-LIBRARIES = zoo_libraries.kept()
-KEPT = [cls for name, cls in vars(zoo).items() if name.startswith("Keep")] + LIBRARIES
+KEPT = [*(cls for name, cls in vars(zoo).items() if name.startswith("Keep")), zoo_libraries.kept()]
 REFUSED = [cls for name, cls in vars(zoo).items() if name.startswith("Refuse")]
 
 
@@ -43,10 +44,10 @@ def bound_text(group: type, tmp_path: Path) -> str:
     return (tmp_path / "conf.yaml").read_text()
 
 
-def declared(group: type) -> Any:
-    default = inspect.signature(group).parameters["it"].default
+def declared(group: type, name: str) -> Any:
+    default = inspect.signature(group).parameters[name].default
     if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
-        recorded = record_default(group, "it")
+        recorded = record_default(group, name)
         assert recorded is not None
         return recorded[0]
     return default
@@ -69,24 +70,37 @@ class Catch:
         monkeypatch.setattr(group, "__init__", init)
 
 
+@pytest.fixture(scope="module")
+def tree_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type], Any]:
+    """`tree_of(group)`: the group as bind has written it."""
+
+    @cache
+    def tree_of(group: type) -> Any:
+        tree = parse_config(bound_text(group, tmp_path_factory.mktemp("bound")))
+        problems = problems_of(tree, groups(experiment(group)), TrainConfig)
+        assert [problem for problem in problems if "???" not in str(problem)] == []
+        return tree["tools"]
+
+    return tree_of
+
+
 @pytest.mark.filterwarnings("ignore")  # libraries deprecate much of their API
-@pytest.mark.parametrize("group", KEPT, ids=lambda group: group.__name__)
-def test_kept(group: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = parse_config(bound_text(group, tmp_path))
-    problems = list(problems_of(tree, groups(experiment(group)), TrainConfig))
-    assert "???" in str(tree) or not problems
-    node = tree["tools"]
-    expected = declared(group)
+@pytest.mark.parametrize(
+    ("group", "name"), [(group, name) for group in KEPT for name in inspect.signature(group).parameters]
+)
+def test_kept(group: type, name: str, tree_of: Callable[[type], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = tree_of(group)
+    expected = declared(group, name)
     catch = Catch(monkeypatch, group)
-    it = node.get("it")
+    it = tree.get(name)
 
     def make() -> Any:
         if isinstance(it, dict) and it.get("params") == "???":
             return build({name: item for name, item in it.items() if name != "params"}, params=DUMMY_PARAMS)
-        found = declare(node)
+        found = declare({"_target_": tree["_target_"]} | ({name: it} if name in tree else {}))
         if isinstance(found, Declaration):  # of a group whose argument loads trained weights
             found.make()
-        return catch.given["it"]
+        return catch.given[name]
 
     assert unlike(expected, make) is None
     made = make()

@@ -1,6 +1,5 @@
 """Loaders of every kind: their batches, their positions, and their errors."""
 
-import gc
 import random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -49,17 +48,6 @@ def shard(
     topology = Topology(rank, world_size, torch.device("cpu"))
     group = SimpleNamespace(**{name: dataset})
     return DatasetShard(name, group, topology, LoaderOptions(seed=7, **options), prepared=prepared)
-
-
-def test_a_loader_is_read_again_in_another_order() -> None:
-    loader = shard(Rows()).iter_torch_batches()
-    first, second = ([batch["x"][:, 0].tolist() for batch in loader] for _ in range(2))
-    assert len(loader) == len(first) == 4
-    assert first != second
-    for read in (first, second):
-        assert sorted(row for batch in read for row in batch) == list(range(10))
-    loader.epoch = 0
-    assert [batch["x"][:, 0].tolist() for batch in loader] == first
 
 
 def test_rows_go_by_the_data_parallel_rank() -> None:
@@ -362,14 +350,6 @@ def test_rows_are_a_function_of_seed_and_epoch_for_every_reader_and_wherever_a_p
             resumed = loader(rank, processes=1 - min(1, processes))
             resumed.load_state_dict(other.state_dict())
             assert begun + batches(resumed) == epochs[1][rank]
-
-
-def test_reading_a_dataset_does_not_slow_down_its_attributes() -> None:
-    """Python 3.11 reads them more slowly once there is a `__dict__`, as `vars` makes one."""
-    dataset = Rows()
-    before = gc.get_referents(dataset)
-    assert len(list(shard(dataset).iter_torch_batches())) == 4
-    assert list(map(type, gc.get_referents(dataset))) == list(map(type, before))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from mlx_runtime.data.sampling import ShardPlan, epoch_order
+from mlx_runtime.data.sampling import ShardPlan, epoch_order, micro_batches
 
 pytestmark = pytest.mark.pure
 
@@ -84,6 +84,20 @@ def test_the_last_two_batches_share_what_is_left() -> None:
     plan = ShardPlan(rows=9, world_size=2, batch_size=4)  # one worker has five rows, the other four
     assert [plan.sizes(0), plan.sizes(1)] == [[3, 2], [2, 2]]
     assert ShardPlan(rows=65, world_size=1, batch_size=32).sizes(0) == [32, 31, 2]  # BatchNorm rejects a single row
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "wanted", "workers", "found"),
+    [
+        (4, 3, 2, (3, 2)),
+        (4, 2, 3, (3, 1)),  # 8 rows cannot be divided: 9 is closest
+        (10, 11, 10, (10, 1)),  # 100 rows of 110, not eleven steps of one row
+    ],
+)
+def test_another_number_of_workers_comes_to_the_same_global_batch(
+    batch_size: int, wanted: int, workers: int, found: tuple[int, int]
+) -> None:
+    assert micro_batches(batch_size, wanted, workers) == found
 
 
 def test_order_changes_with_epoch_and_seed_and_nothing_else() -> None:

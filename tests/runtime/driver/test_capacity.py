@@ -15,6 +15,8 @@ def test_workers_of_one_machine_may_outnumber_its_cores_within_reason() -> None:
     cure = "lower cfg.start_workers or cfg.cpus_per_worker"
     text = f"cfg.start_workers=8 needs 8 CPUs; the cluster has room for 2; {cure}"
     assert shortage(TrainConfig(start_workers=8), 2, 0, cluster=True) == text
+    text = "cfg.start_workers=20 needs 20 GPUs; this machine has room for 1; "
+    assert (shortage(TrainConfig(start_workers=20, use_gpu=True), 2, 1, cluster=False) or "").startswith(text)
 
 
 @pytest.mark.parametrize(

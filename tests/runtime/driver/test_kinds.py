@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Mlx, Start, edit
+from faults import record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mlx_runtime.companions.prepared.store import Store
@@ -25,10 +26,6 @@ Seen = list[dict[str, list[list[list[float]]]]]
 def seen(folder: Path, workers: int = 2) -> Seen:
     """Return the rows that each rank read, by dataset, epoch and batch."""
     return [json.loads((folder / "seen" / f"rank_{rank}.json").read_text()) for rank in range(workers)]
-
-
-def record(folder: Path, run: str = "run_001") -> dict:
-    return json.loads((folder / "runs" / "kinds" / run / "run.json").read_text())
 
 
 def reports(folder: Path, run: str = "run_001") -> list[dict]:

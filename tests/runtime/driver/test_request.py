@@ -66,13 +66,9 @@ def test_a_job_is_resumed_where_it_ran(monkeypatch: pytest.MonkeyPatch, address:
 
 
 @pytest.mark.pure
-def test_an_unknown_option_is_refused() -> None:
+def test_what_asks_for_nothing_that_exists_is_refused() -> None:
     with pytest.raises(UsageError, match="there is no option --overfitt=2; see: mlx train run --help"):
         Request.parse(["--overfitt=2"])
-
-
-@pytest.mark.pure
-def test_an_empty_name_is_refused() -> None:
     with pytest.raises(UsageError, match="names no run: ''"):
         Request(origin="")
 
@@ -96,6 +92,8 @@ def test_resume_auto_starts_a_run_or_continues_the_latest_and_from_copies_its_co
     assert (resumed.run, resumed.cfg.seed) == (run, 7)
     with pytest.raises(UsageError, match="plain has no run 'maybe'. Available: latest, run_001."):
         load(resume="maybe")
+    with pytest.raises(UsageError, match="--resume resumes a run and --from starts a new one; give one of them"):
+        load(origin="run_001", resume="latest")
     copied = load(origin="run_001")
     assert (copied.run, copied.cfg.seed, copied.cfg.restore_checkpoint_path) == (None, 7, None)
     with pytest.raises(UsageError, match="plain/run_001 has no readable checkpoint"):

@@ -1,11 +1,10 @@
 """How a driver claims the record of its run."""
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forkserver import Commands
 
 from mlx_runtime.companions.jobs.launching import pending
 from mlx_runtime.runs import records
@@ -31,7 +30,7 @@ with contextlib.ExitStack() as guard:
 
 
 def test_drivers_of_a_launched_resume_that_die_keep_what_its_launcher_has_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    commands: Commands, environment: dict[str, str], tmp_path: Path
 ) -> None:
     folder, job = claim_run(str(tmp_path), "digits"), {"id": "digits-run_001", "address": "http://head:8265"}
     former = {"status": "FAILED", "command": "mlx train run", "git": {"commit": "1", "diff": None}, "attempt": 1}
@@ -39,10 +38,9 @@ def test_drivers_of_a_launched_resume_that_die_keep_what_its_launcher_has_record
     before = records.load_record(folder)
     with pending(folder, before, (), job=job, command="mlx train launch", git={"commit": "2", "diff": None}):
         pass
-    monkeypatch.setenv("MLX_JOB", job["id"])
-    monkeypatch.setenv("MLX_JOB_ADDRESS", job["address"])
+    settings = environment | {"MLX_JOB": job["id"], "MLX_JOB_ADDRESS": job["address"]}
     for attempt in (1, 2):
-        done = subprocess.run([sys.executable, "-c", DRIVER, folder.location], capture_output=True, text=True)
+        done = commands.run(tmp_path, [folder.location], settings, 60, DRIVER)
         assert done.returncode == -signal.SIGKILL, done.stderr
         found = records.load_record(folder)
         assert (found["status"], found["attempt"], found["job"]) == ("RUNNING", attempt, job)

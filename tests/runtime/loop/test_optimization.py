@@ -1,9 +1,7 @@
 """`self.backward` and `self.optimizer_step`: the updates of a large batch, in any precision, over any interruption."""
 
 import copy
-import json
 import math
-import re
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Mlx
-from faults import differences
 from sessions import ALONE, Events, attach, session_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,11 +21,9 @@ from mlx_runtime.errors import ConfigError, WorkerLoopError
 from mlx_runtime.events import Notice
 from mlx_runtime.loop.examples import ExampleRecorder
 from mlx_runtime.loop.forward import in_half_precision
-from mlx_runtime.loop.optimization import check_finite
 from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.tables import format_duration
-from mlx_runtime.sections import Elastic
+from mlx_runtime.sections import Debug, Elastic
 from mlx_runtime.workers.worker import loop_errors
 
 pytestmark = pytest.mark.pure
@@ -40,8 +34,6 @@ Pair = namedtuple("Pair", "first second")
 
 SCALE = {"scale": 2.0**4, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
 """State of a scaler with which nothing overflows."""
-
-ACCUMULATE = ("cfg.accumulate_grad_batches=4", "cfg.gradient_clip=0.5", "cfg.checkpoint_every_steps=1")
 
 
 class Rows(Dataset):
@@ -220,6 +212,16 @@ class TestUpdates:
         with pytest.raises(MlxError, match=r"self.backward\(loss, optimizer='adm'\).* Did you mean 'adam'"):
             module.backward(torch.zeros(1, requires_grad=True).sum(), optimizer="adm")
 
+    def test_gradients_are_shared_at_the_last_step_of_an_update_only(
+        self, begin: Begin, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module, shared = begin(accumulate_grad_batches=4), list[bool]()
+        monkeypatch.setattr(DDP, "sync_gradients", lambda strategy, models, enabled: shared.append(enabled))
+        for batch in loader_of(module, batch_size=2):
+            step(module, batch)
+        assert shared == [*[False, False, False, True] * 2, False, False, True]
+        assert module.global_step == 3
+
 
 class TestErrors:
     """Each tells what to do instead."""
@@ -315,16 +317,17 @@ class TestPrecision:
         assert not same(module.models.net, before)
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_at_once() -> None:
-    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    check_finite({"net": net}, net.parameters(), 0)  # an optimizer may step without any gradients
-    net(torch.ones(4, 2)).sum().backward()
-    check_finite({"net": net}, net.parameters(), 1)
+def test_a_gradient_that_is_not_finite_ends_the_run_at_once(begin: Begin) -> None:
+    module = begin(debug=Debug(stop_on_nan=True))
+    module.optimizers.adam.step()  # without any gradients
+    assert step(module, {"x": torch.ones(2, 3)})
+    net = module.models.net.layers
+    module.models.net(torch.ones(4, 3)).sum().backward()
     net[0].bias.grad[0] = math.nan
     net[2].bias.grad[0] = math.inf
-    message = r"^the gradient of net.0.bias \(and 1 more\) is not finite at step 2 \(cfg.debug.stop_on_nan\)"
+    message = r"^the gradient of net.layers.0.bias \(and 1 more\) is not finite at step 2 \(cfg.debug.stop_on_nan\)"
     with pytest.raises(MlxError, match=message):
-        check_finite({"net": net}, net.parameters(), 2)
+        module.optimizers.sgd.step()
 
 
 @pytest.mark.parametrize(("backend", "precision"), [("eager", "bf16"), ({"backend": "aot_eager", "dynamic": True}, 32)])
@@ -356,79 +359,3 @@ def test_models_in_the_wrapper_of_ddp(tmp_path: Path) -> None:
         assert recorder.problem(experiment, CPU) == ""  # predictors find the model itself
     finally:
         torch.distributed.destroy_process_group()
-
-
-def final(folder: Path, run: str = "run_001") -> dict[str, Any]:
-    path = folder / "runs" / "steps" / run / "checkpoints" / "epoch_0003" / "state.pt"
-    state: dict[str, Any] = torch.load(path, weights_only=True)
-    return {name: value for name, value in state.items() if name not in ("config", "tracking")}
-
-
-MakeIn = Callable[[str, Path], Path]
-
-Made = tuple[Path, dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def two(mlx: Mlx, make_in: MakeIn, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Two workers, four steps of two rows each an update: the folder, and what rank 0 has seen."""
-    return whole_run(mlx, make_in("steps", tmp_path_factory.mktemp("two")), "cfg.start_workers=2", *ACCUMULATE)
-
-
-def whole_run(mlx: Mlx, folder: Path, *overrides: str) -> Made:
-    done = mlx(folder, "train", "run", *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder, json.loads((folder / "seen" / "rank_0.json").read_text())
-
-
-@pytest.mark.local
-class TestTwoWorkers:
-    """A run of ten steps per epoch: updates of four, four and two steps."""
-
-    def test_gradients_are_shared_at_the_last_step_of_an_update_only(self, two: Made) -> None:
-        updates = [False, False, False, True] * 2 + [False, True]
-        assert two[1]["updates"] == updates * 3
-        assert [count > 0 for count in two[1]["shared"]] == updates * 3
-        assert two[1]["global_steps"][:10] == [1] * 4 + [2] * 4 + [3] * 2
-        assert max(two[1]["global_steps"]) == 9
-
-    def test_an_interruption_in_the_middle_of_an_update_changes_no_bit(
-        self, two: Made, mlx: Mlx, experiment: Callable[[str], Path]
-    ) -> None:
-        folder = experiment("steps")
-        printed = interrupt(mlx, folder, "cfg.start_workers=2", *ACCUMULATE)
-        assert differences(final(two[0]), final(folder)) == []
-        assert "\ntrain     40 rows in 10 steps, 3 updates, global batch 16\n" in printed
-        (row,) = json.loads(mlx(folder, "xp", "ls", "--json").stdout)
-        (took,) = re.findall(r"^took +(\d+\.\d) s, (.*) in all attempts$", printed, re.MULTILINE)
-        assert took[1] == format_duration(row["duration_s"])
-        assert float(took[0]) < row["duration_s"]
-
-
-def interrupt(mlx: Mlx, folder: Path, *overrides: str, updates: int = 4) -> str:
-    """Let a run fail after the sixth step of the second epoch, and resume it. Return what the second attempt prints."""
-    failed = mlx(folder, "train", "run", *overrides, "cfg.fault_step=15")
-    assert "ValueError: on purpose" in failed.stderr
-    done = mlx(folder, "train", "run", "--resume", "cfg.fault_step=-1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"(epoch 2, step {updates})" in done.stdout  # after its first update of four steps
-    return done.stdout
-
-
-@pytest.mark.process
-def test_half_precision_goes_on_where_it_was(
-    mlx: Mlx, make_in: MakeIn, experiment: Callable[[str], Path], tmp_path: Path
-) -> None:
-    here = (
-        "cfg.start_workers=0",
-        "cfg.precision=fp16",
-        "models.net.dropout=0.3",
-        "datasets.train.rows=20",
-        *ACCUMULATE,
-    )
-    whole = whole_run(mlx, make_in("steps", tmp_path / "whole"), *here)
-    folder, updates = experiment("steps"), whole[1]["global_steps"][13]
-    assert updates < 4  # the scaler has skipped one
-    interrupt(mlx, folder, *here, updates=updates)
-    assert final(whole[0])["scaler"]["scale"] < 2.0**16
-    assert differences(final(whole[0]), final(folder)) == []

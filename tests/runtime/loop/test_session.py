@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sessions import ALONE, Events, attach, session_of
+from sessions import ALONE, Events, Rows, attach, session_of
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
-from torch.utils.data import Dataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
 from mlx_runtime import BaseModule, TrainConfig
-from mlx_runtime.data.loaders import DatasetShard, DatasetShards
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError, MlxError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, WarningNotice
@@ -27,20 +26,6 @@ from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 
 pytestmark = pytest.mark.pure
-
-
-class Rows(Dataset):
-    batch_size = 2
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index)])
-
-    @staticmethod
-    def ray_map_batches(batch: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return {"x": torch.stack(batch["item"])}
 
 
 class Experiment(BaseModule):
@@ -67,7 +52,7 @@ class Experiment(BaseModule):
                 self.schedule.step()
                 self.metrics.mean.update(batch["x"])
                 self.save_metrics(batch_idx=batch_idx, epoch=epoch)
-                if self.global_step == stop_at:
+                if epoch * len(train) + batch_idx + 1 == stop_at:
                     raise KeyboardInterrupt
             self.save_checkpoint(epoch=epoch)
 
@@ -85,6 +70,14 @@ class Regrouped(Experiment):
         super().worker_loop(dataset_shards, **options)
 
 
+class Dropping(Experiment):
+    """Drops values at random; the others are so large that one update of half precision is left out."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.models.net.register_forward_hook(lambda net, args, output: nn.functional.dropout(output, 0.3) / 1.7)
+
+
 class Ending(Experiment):
     """The schedule has a fixed number of steps."""
 
@@ -96,7 +89,8 @@ class Ending(Experiment):
 def run(experiment: Experiment, folder: Path, sink: Events | None = None, **loop: Any) -> Experiment:
     session = attach(experiment, folder, sink=sink)
     session.begin()
-    options = {"train": DatasetShard("train", SimpleNamespace(train=Rows()), ALONE, follow=session.watch)}
+    group, accumulate = SimpleNamespace(train=Rows(8)), LoaderOptions(accumulate=experiment.cfg.accumulate_grad_batches)
+    options = {"train": DatasetShard("train", group, ALONE, accumulate, follow=session.watch)}
     try:
         experiment.worker_loop(DatasetShards(options), **loop)
         session.end()
@@ -108,7 +102,8 @@ def run(experiment: Experiment, folder: Path, sink: Events | None = None, **loop
 def state(experiment: Experiment) -> str:
     optimizer, schedule = experiment.optimizers.sgd.state_dict(), experiment.schedule.state_dict()
     weights, mean = experiment.models.net.state_dict(), session_of(experiment).reporter.latest["train/mean"]
-    return f"{weights} {optimizer} {schedule} {mean} {experiment.global_step}"
+    scaler = session_of(experiment).optimization.state_dict()
+    return f"{weights} {optimizer} {schedule} {mean} {scaler} {experiment.global_step}"
 
 
 class TestRestart:
@@ -117,14 +112,22 @@ class TestRestart:
     @pytest.mark.parametrize("made", [Experiment, Regrouped])
     @pytest.mark.parametrize("every", [None, 1])
     def test_after_an_epoch_or_within_one(self, tmp_path: Path, every: int | None, made: type[Experiment]) -> None:
-        whole = run(made(checkpoint_every_steps=every), tmp_path / "whole")
-        run(made(checkpoint_every_steps=every), tmp_path / "parts", stop_at=7)
+        notice = self.check(tmp_path, made, checkpoint_every_steps=every)
+        assert notice.endswith(f"(epoch {1 if every is None else 2}, step {4 if every is None else 6})")
+
+    def test_within_an_update_of_several_steps_in_half_precision(self, tmp_path: Path) -> None:
+        settings = {"accumulate_grad_batches": 2, "gradient_clip": 0.5, "checkpoint_every_steps": 1}
+        assert self.check(tmp_path, Dropping, precision="fp16", **settings).endswith("(epoch 2, step 2)")
+
+    def check(self, folder: Path, made: type[Experiment], **settings: Any) -> str:
+        """Interrupt a run after its seventh step, and compare it with a whole one. Return its notice."""
+        whole = run(made(**settings), folder / "whole")
+        run(made(**settings), folder / "parts", stop_at=7)
         events = Events()
-        resumed = run(made(checkpoint_every_steps=every), tmp_path / "parts", sink=events)
+        resumed = run(made(**settings), folder / "parts", sink=events)
         assert state(resumed) == state(whole)
-        step = 4 if every is None else 6
         (notice,) = [event for event in events if isinstance(event, Notice)]
-        assert notice.text.endswith(f"(epoch {1 if every is None else 2}, step {step})")
+        return notice.text
 
     def test_a_loop_that_ignores_where_it_was(self, tmp_path: Path) -> None:
         class FromTheStart(Experiment):
@@ -288,8 +291,16 @@ def test_metrics_that_would_not_be_recorded(tmp_path: Path, made: Callable[[Any]
         attach(experiment, tmp_path).begin()
 
 
-def test_a_tool_that_cannot_be_saved_as_it_is_ends_the_run_before_training(tmp_path: Path) -> None:
-    experiment = Experiment()
+def test_attributes_of_tools_that_cannot_be_saved_are_named(tmp_path: Path) -> None:
+    """They end the run before training if they would come back as something else."""
+    experiment, events = Experiment(), Events()
+    experiment.tools = SimpleNamespace(counter=SimpleNamespace(count=1, history=[object()], last=object()))
+    session = attach(experiment, tmp_path, sink=events)
+    session.begin()
+    experiment.save_checkpoint(epoch=0)
+    session.checkpoints.settle()
+    (notice,) = [event.text for event in events if isinstance(event, Notice)]
+    assert notice.startswith("not in checkpoints: tools.counter.history, tools.counter.last; only numbers, text and ")
     experiment.tools = SimpleNamespace(words=SimpleNamespace(counts=defaultdict(lambda: 0)))
     with pytest.raises(ConfigError, match=r"^SimpleNamespace.counts contains a defaultdict, whose factory "):
         attach(experiment, tmp_path).begin()

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Mlx
-from sessions import ALONE, Events, attach, session_of
+from sessions import ALONE, Events, Rows, attach, session_of
 from torch import nn
-from torch.utils.data import Dataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
@@ -24,23 +23,6 @@ from mlx_runtime.runs.checkpoints import groups as groups_module
 from mlx_runtime.sections import Debug, Elastic
 
 pytestmark = pytest.mark.pure
-
-
-class Rows(Dataset):
-    batch_size = 2
-
-    def __init__(self, rows: int, first: float = 0.0) -> None:
-        self.values = first + torch.arange(rows, dtype=torch.float32)
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.values[index : index + 1]
-
-    @staticmethod
-    def ray_map_batches(batch: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return {"x": torch.stack(batch["item"])}
 
 
 class Total(CatMetric):
@@ -322,11 +304,6 @@ class TestLoopsWithoutLoaders:
 
 
 class TestEvery:
-    def test_it_is_true_in_one_step_of_each_multiple(self, tmp_path: Path) -> None:
-        experiment, _ = run(Experiment(evaluate_every_steps=4), tmp_path)
-        assert [number for number, answer in enumerate(experiment.answers, 1) if answer] == [4, 8, 12, 16]
-        assert not any(run(Experiment(), tmp_path / "never")[0].answers)
-
     def test_an_update_of_several_steps_is_one(self, tmp_path: Path) -> None:
         experiment, _ = run(Experiment(evaluate_every_steps=2, accumulate_grad_batches=4, num_epochs=2), tmp_path)
         assert experiment.answers == [*[False] * 5, True] * 2  # updates of four and two steps

@@ -380,22 +380,6 @@ def values(group: SimpleNamespace) -> dict:
     return {name: float(value) for name, value in found.items()}
 
 
-def test_metrics_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    whole = some_metrics()
-    for seed in range(3):
-        update(whole, seed)
-    half = some_metrics()
-    for seed in range(2):
-        update(half, seed)
-    torch.save(state_of(half)[0], tmp_path / "x")
-    again = some_metrics()
-    update(again, 99)  # earlier values are forgotten
-    load_into(again, torch.load(tmp_path / "x", weights_only=True), "metrics")
-    assert values(again) == values(half)
-    update(again, 2)
-    assert values(again) == values(whole)
-
-
 def test_metrics_of_several_ranks_merge_into_one() -> None:
     ranks = [some_metrics() for _ in range(3)]
     whole = some_metrics()

@@ -115,14 +115,6 @@ def test_the_latest_run_is_none_of_a_sweep(tmp_path: Path) -> None:
         find_run(str(tmp_path), "digits")
 
 
-@pytest.mark.parametrize("text", ["run_002", "2", "digits/run_002", "latest"])
-def test_a_run_is_named_in_several_ways(tmp_path: Path, text: str) -> None:
-    runs = [claim_run(str(tmp_path), "digits") for _ in range(2)]
-    (runs[1].path / "run.json").write_text("{}")
-    assert named_run(text, str(tmp_path), "digits") == runs[1]
-    assert named_run(str(runs[1].path), "elsewhere", "other") == runs[1]
-
-
 ODD = [
     *("a?b", "a?b=c&d", "a#b", "a b", "it's", 'say "x"', "50%", "%20", "a,b", "[x]", "{y}", "a=b", "back\\slash"),
     *("end\\", "\\'", "~", "größe", "-x", "a:b", "a;b&c", "*", "null"),

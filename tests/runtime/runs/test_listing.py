@@ -411,26 +411,19 @@ def _reports(run: Path) -> list[str]:
 
 
 class TestRm:
-    def test_it_asks_and_removes_one_run(self, trained: Path, environment: dict[str, str], tmp_path: Path) -> None:
-        folder = Path(shutil.copytree(trained, tmp_path / "copy"))
-        command = [sys.executable, "-m", "mlx_runtime", "xp", "rm", "digits", "2"]
-
-        def answer(text: str) -> "subprocess.CompletedProcess[str]":
-            return subprocess.run(
-                command, cwd=folder, env=environment, input=text, capture_output=True, text=True, timeout=100
-            )
-
-        run = folder / "runs/digits/run_002"
+    def test_it_asks_and_removes_one_run(self, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = Path(shutil.copytree(trained / "runs", tmp_path / "runs"))
+        monkeypatch.setenv("MLX_STORAGE", str(folder))
+        run = folder / "digits/run_002"
         size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
-        done = answer("n\n")
-        assert (done.returncode, run.is_dir()) == (1, True)
-        assert re.fullmatch(
-            rf"remove digits/run_002, \d+ files, {size / 1e3:,.1f} kB, in {run}\? \[y/N\]: (n\n)?", done.stdout
-        ), done.stdout
-        done = answer("y\n")
-        assert (done.returncode, run.exists()) == (0, False)
-        assert "removed digits/run_002, " in done.stdout
-        assert [path.name for path in (folder / "runs/digits").iterdir()] == ["run_001"]
+        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits", "2"], input="n\n")
+        assert (done.exit_code, run.is_dir()) == (1, True)
+        asked = rf"remove digits/run_002, \d+ files, {size / 1e3:,.1f} kB, in {run}\? \[y/N\]: n\n"
+        assert re.match(asked, done.output), done.output
+        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits", "2"], input="y\n")
+        assert (done.exit_code, run.exists()) == (0, False)
+        assert "removed digits/run_002, " in done.output
+        assert [path.name for path in (folder / "digits").iterdir()] == ["run_001"]
 
     def test_the_errors_of_failed_runs_are_listed(self, made: Made) -> None:
         made(status="FAILED", error="ValueError: no\nat x.py")

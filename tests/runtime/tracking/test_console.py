@@ -12,6 +12,7 @@ from mlx_runtime.driver.planning import RunPlan
 from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.events import (
     EpochEnded,
+    LoaderOpened,
     Notice,
     PreparationProgress,
     RunInfo,
@@ -124,10 +125,12 @@ def test_an_elastic_run_counts_the_workers_that_have_started(tmp_path: Path) -> 
     lines.handle(WorkersWaiting("1 CPUs, 0 free"))
     lines.handle(WorkersStarted("cpu", 10, 3))
     lines.handle(WorkersStarted("cpu", 10, 4))
+    lines.handle(LoaderOpened("train", True, 40, 10, 16, 3))
     assert screen.getvalue().splitlines()[2:] == [
         "workers   1 to 4 DDP workers in Ray cluster with 4 CPUs",
         "waiting   for 1 CPUs, 0 free",
         "workers   3 started",
         "device    cpu, fp32, 1 thread per worker, 10 parameters",
         "workers   3 → 4: restarted",
+        "train     40 rows in 10 steps, 3 updates, global batch 16",
     ]

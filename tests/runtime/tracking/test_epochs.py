@@ -26,17 +26,6 @@ def of(*stages: str) -> list[str]:
     return [f"{stage}/{name}" for stage, name in itertools.product(stages, METRICS)]
 
 
-def test_100_columns_hold_two_stages_of_four_numbers() -> None:
-    rate = {"samples_per_s": 8181.4, "data_wait_pct": 3.0}
-    names = [f"{stage}/{name}" for stage in ("train", "val") for name in ("loss", "accuracy", "f1", "confidence")]
-    assert drawn(EpochTable(), 100, ended(0, *names, **rate), ended(1, *names, **rate)) == [
-        "      train                                 val",
-        "epoch     loss accuracy       f1 confidence     loss accuracy       f1 confidence samples/s   time",
-        " 1/30   0.5000   0.5000   0.5000     0.5000   0.5000   0.5000   0.5000     0.5000     8,181  0.2 s",
-        " 2/30   1.5000   1.5000   1.5000     1.5000   1.5000   1.5000   1.5000     1.5000     8,181  0.2 s",
-    ]
-
-
 def test_the_speed_has_the_unit_of_the_dataset() -> None:
     rate = {"samples_per_s": 20_000.0, "row_counts": {"tokens": 64.0, "characters": 300.0}}
     events = ended(0, "train/loss", **rate), ended(1, "train/loss"), ended(2, "test/loss")

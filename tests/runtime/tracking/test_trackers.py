@@ -83,6 +83,7 @@ def test_a_run_that_goes_on_continues_every_series(tmp_path: Path) -> None:
     with tracking:
         tracking.start()
         tracking.report({"train/loss": 2.0}, step=2, epoch=0)
+        tracking.trackers.call("on_epoch_end", 0, {})
         tracking.report({"train/loss": 1.0, "val/acc": 0.5}, step=3, epoch=1)
         tracking.end("SUCCEEDED", {"train/loss": 1.0})
     expected = [(1, 3.0), (2, 2.0), (3, 1.0)]
@@ -103,22 +104,6 @@ def test_a_run_that_goes_on_continues_every_series(tmp_path: Path) -> None:
         (2, 2.0, ""),
         (3, 1.0, "0.5"),
     ]
-
-
-def test_a_csv_file_grows_by_the_rows_of_an_epoch(tmp_path: Path) -> None:
-    """Without being written again, unless there is a new column."""
-    files, rows = set(), []
-    with begun(tmp_path, csv=CSV()) as tracking:
-        for epoch in range(3):
-            for step in range(2 * epoch, 2 * epoch + 2):
-                tracking.report({"train/loss": 1.0, **({"val/loss": 2.0} if step == 5 else {})}, step=step, epoch=epoch)
-            tracking.trackers.call("on_epoch_end", epoch, {})
-            files.add((tmp_path / "metrics.csv").stat().st_ino)
-            with (tmp_path / "metrics.csv").open() as stream:
-                rows = [*csv.DictReader(stream)]
-            assert [row["step"] for row in rows] == [str(step) for step in range(2 * epoch + 2)]
-        assert [row["val/loss"] for row in rows] == [""] * 5 + ["2.0"]
-        assert len(files) == 2, "of the first two epochs, and of the last one"
 
 
 def test_tensorboard_takes_more_than_numbers(tmp_path: Path) -> None:

@@ -108,8 +108,12 @@ def test_a_wrong_key_is_refused(receiver: Receiver) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        *(b"", b"\xff\x00", b"null", b"[" * 100_000, b'{"kind": "other", "rank": 0}'),
-        *(b'{"kind": "WorkerConnected", "rank": "0"}', b'{"kind": "Notice", "text": "x", "rank": 0}'),
+        *(b"", b"\xff\x00", b"null", b"{", b"[]", b'"hello"', b"{}", b"[" * 100_000, b'{"kind": 1}', b'{"kind": []}'),
+        *(b'{"kind": "other", "rank": 0}', b'{"kind": "WorkerConnected"}', b'{"kind": "WorkerConnected", "rank": "0"}'),
+        *(b'{"kind": "WorkerConnected", "rank": true}', b'{"kind": "WorkerConnected", "rank": 0, "more": 1}'),
+        *(b'{"kind": "Notice", "text": "x", "rank": 0}', b'{"kind": "WorkersLost", "ranks": [0, "1"], "why": ""}'),
+        *(b'{"kind": "LoopEnded", "metrics": {"x": "1"}, "stopped": false}',),
+        *(b'{"kind": "LoopEnded", "metrics": [], "stopped": false}',),
     ],
 )
 def test_what_is_no_event_is_dropped(receiver: Receiver, message: bytes) -> None:

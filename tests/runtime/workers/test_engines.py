@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import Mlx, Start, Started
-from faults import diary, differences, final_state, points, reports, run_of, wait_for
+from faults import diary, record, same, wait_for
 from leftovers import of_session
 
+from mlx_runtime.errors import ConfigError
 from mlx_runtime.loop.job import Cluster
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.folder import run_folder
@@ -54,26 +55,8 @@ def seen(folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files if all(file.exists() for file in files)]
 
 
-def record(folder: Path, run: str = "run_001") -> dict[str, Any]:
-    return json.loads(next(folder.glob(f"runs/*/{run}/run.json")).read_text())  # type: ignore[no-any-return]
-
-
-def begun(output: str) -> list[str]:
-    """Remove lines that are printed once something was started; a slow import is announced before."""
-    return [line for line in output.splitlines() if not line.startswith("loading   ")]
-
-
 def log_of(folder: Path, rank: int) -> str:
     return next(folder.glob(f"runs/*/run_001/logs/rank_{rank}.log")).read_text()
-
-
-def same(folder: Path, other: Path) -> list[str]:
-    """Return the differences between two runs of `faults`, by bitwise comparison."""
-    one, two = run_of(folder), run_of(other)
-    found = differences(final_state(one), final_state(two))
-    if reports(one) != reports(two):
-        found.append("metrics.jsonl")
-    return found + [name for name in ("train/mse", "val/mse") if points(one, name) != points(two, name)]
 
 
 class TestTheSameNumbers:
@@ -370,7 +353,6 @@ class TestInterrupt:
 
         return {
             "torch is imported": lambda: maps("libtorch"),
-            "workers are there": lambda: [pid for server in children(process.pid) for pid in children(server)],
             "workers train": lambda: seen(folder),
         }
 
@@ -378,7 +360,6 @@ class TestInterrupt:
         ("moment", "later_s", "times"),
         [
             ("torch is imported", 0.0, 1),
-            ("workers are there", 0.3, 2),
             pytest.param("workers train", 0.3, 2, marks=pytest.mark.local),
         ],
     )
@@ -402,30 +383,6 @@ class TestInterrupt:
             assert record(acts)["status"] == "STOPPED"
 
 
-@pytest.mark.process
-class TestRefusals:
-    """One line each, before anything is started or created."""
-
-    @pytest.mark.parametrize(
-        ("overrides", "line"),
-        [
-            (
-                ["cfg.engine=local", "cfg.elastic.min_workers=1"],
-                "cfg.engine=local cannot train this: cfg.elastic.min_workers=1 lets",
-            ),
-            (["cfg.use_gpu=true", "cfg.start_workers=20"], "cfg.start_workers=20 needs 20 GPUs"),
-        ],
-        ids=lambda value: "-".join(value) if isinstance(value, list) else "",
-    )
-    def test_what_an_engine_cannot_do(self, overrides: list[str], line: str, mlx: Mlx, experiment: Make) -> None:
-        folder = experiment("faults")
-        done = mlx(folder, "train", "run", *overrides)
-        assert done.stderr.startswith(f"error: {line}")
-        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-        assert begun(done.stdout) == []
-        assert not (folder / "runs").exists()
-
-
 class TestAuto:
     """`cfg.engine=auto` is the local engine if that can train the run."""
 
@@ -440,6 +397,12 @@ class TestAuto:
     )
     def test_by_settings(self, cfg: TrainConfig, chosen: tuple[str, str]) -> None:
         assert engine_for(cfg) == chosen
+
+    @pytest.mark.pure
+    def test_one_that_was_asked_for_and_cannot_train_the_run_is_refused(self) -> None:
+        refused = "^cfg.engine=local cannot train this: cfg.elastic.min_workers=1 lets .*; use cfg.engine=auto$"
+        with pytest.raises(ConfigError, match=refused):
+            engine_for(TrainConfig(engine="local", elastic=Elastic(1)))
 
     @pytest.mark.pure
     def test_a_worker_on_ray_is_not_one_of_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:

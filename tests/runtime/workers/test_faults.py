@@ -28,9 +28,11 @@ from faults import (
     differences,
     final_state,
     points,
+    record,
     reports,
     rows_per_epoch,
     run_of,
+    same,
     verdict,
     wait_for,
 )
@@ -92,19 +94,6 @@ def whole_here(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def steps_of(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
     return [note for note in diary(folder) if "rows" in note and note["at"] > since]
-
-
-def record(folder: Path, run: str = "run_001") -> dict[str, Any]:
-    return json.loads((run_of(folder, run) / "run.json").read_text())  # type: ignore[no-any-return]
-
-
-def same(folder: Path, whole: Path) -> list[str]:
-    """Return the differences between two runs."""
-    one, other = run_of(folder), run_of(whole)
-    found = differences(final_state(other), final_state(one))
-    if reports(one) != reports(other):
-        found.append("metrics.jsonl")
-    return found + [name for name in ("train/mse", "lr/adam") if points(one, name) != points(other, name)]
 
 
 @pytest.fixture(scope="module")
@@ -221,20 +210,6 @@ def test_a_checkpoint_of_another_model_is_refused_and_its_weights_are_transferre
     assert f"transfer  net from {checkpoint}\n" in taken.stdout
     assert "    1  fresh frozen: frozen\n" in taken.stdout
     assert not re.search(r"^ *1/", taken.stdout, re.MULTILINE)
-
-
-@pytest.mark.process
-def test_a_new_run_starts_from_the_config_of_an_old_one(mlx: Mlx, folder: Path) -> None:
-    options = ("cfg.start_workers=0", "cfg.num_epochs=1", "tools.noise.scale=0.5")
-    assert mlx(folder, "train", "run", *options).returncode == 0
-    done = mlx(folder, "train", "run", "--from", "run_001", "cfg.seed=3")
-    assert done.returncode == 0, done.stderr
-    fields = record(folder, "run_002")
-    assert (fields["from"], fields["seed"], fields["workers"]) == ("faults/run_001", 3, 0)
-    assert "scale: 0.5" in (run_of(folder, "run_002") / "conf.yaml").read_text()
-    both = mlx(folder, "train", "run", "--from", "run_001", "--resume")
-    assert both.returncode == 2
-    assert both.stderr == "error: --resume resumes a run and --from starts a new one; give one of them\n"
 
 
 @pytest.mark.process

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, unbound
+from faults import record
 
 from mlx_runtime.data.batches import DeviceCopies
 from mlx_runtime.distributed import randomness
@@ -70,10 +71,6 @@ def run(folder: Path, request: pytest.FixtureRequest) -> Run:
         return found
 
     return run
-
-
-def record(folder: Path, run: str) -> dict[str, Any]:
-    return dict(json.loads((folder / "runs" / "gpu" / run / "run.json").read_text()))
 
 
 @pytest.mark.parametrize("device", DEVICES)

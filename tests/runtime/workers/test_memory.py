@@ -47,7 +47,7 @@ class TestErrors:
 @pytest.mark.process
 def test_models_that_cannot_be_built(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
     width = 1 << 46
-    done = mlx(experiment("steps"), "train", "run", "cfg.start_workers=0", f"models.net.width={width}")
+    done = mlx(experiment("faults"), "train", "run", "cfg.start_workers=0", f"models.net.width={width}")
     assert done.returncode == 1
     first, ways = done.stderr.splitlines()[:2]
     assert first.startswith("error: models.net: src.experiment.Net cannot be built: RuntimeError: ")

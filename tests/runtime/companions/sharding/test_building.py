@@ -11,6 +11,7 @@ from torch import nn
 from mlx_runtime import TrainConfig
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.loop.strategies import DDP, strategy_of
+from mlx_runtime.sections import Fragments
 
 pytestmark = pytest.mark.pure
 
@@ -72,6 +73,13 @@ class TestErrors:
         with pytest.raises(ConfigError) as error:
             DDP(TrainConfig(activation_checkpointing=wanted), ALONE).build(NODE | {"_target_": f"{__name__}.Models"})
         assert str(error.value).startswith(message)
+
+
+def test_settings_without_an_effect_are_noticed() -> None:
+    strategy = strategy_of(TrainConfig(strategy="fsdp"), ALONE, {"_target_": "builtins.dict"})
+    assert strategy.notice == "without workers, models are whole: fsdp has no effect"
+    cfg = TrainConfig(fragments=Fragments(microbatches=2))
+    assert strategy_of(cfg, ALONE, None).notice == "cfg.fragments has no effect without cfg.strategy=pipeline"
 
 
 class Copied(Models):

@@ -291,12 +291,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {"fused": True},
     "AdamW": {"foreach": True},
     "Adagrad": {},
-    "Adadelta": {},
-    "Adamax": {},
-    "NAdam": {},
-    "RAdam": {},
-    "RMSprop": {},
-    "ASGD": {},
 }
 
 

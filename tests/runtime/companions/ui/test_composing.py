@@ -354,8 +354,8 @@ def test_a_config_that_changed_meanwhile_is_not_overwritten(restored: Path) -> N
         open_config(restored)
 
 
-def test_a_draft_becomes_a_variant(mlx: Mlx, restored: Path) -> None:
-    draft = stack(open_config(restored)).edit("set", "optimizers.adam", {"lr": "0.01"})
+def test_a_draft_becomes_a_variant(mlx: Mlx, restored: Path, stacked: Draft) -> None:
+    draft = stacked.edit("set", "optimizers.adam", {"lr": "0.01"})
     for name in ("../evil", "", ".hidden", "a/b"):
         with pytest.raises(MlxError, match="not a valid"):
             composing.save_variant(draft, name)

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,17 +151,6 @@ def test_arrows_follow_joins_writes_and_failures(drawn: Path, mlx: Mlx) -> None:
     assert [shapes[f"· {name}"] for name in ("offset", "fails", "turned")] == ["(n, 8)", "", "(8, n)"]
 
 
-@pytest.mark.process
-def test_the_tab_shows_names_as_text(digits: Path) -> None:
-    with (digits / "src" / "models.py").open("a") as file:
-        file.write('\n\nDigitsNet.__name__ = "::lucide:rocket::<b>"\n')
-    tab = drawing_tab(digits)
-    page = asyncio.run(tab._element()).text
-    assert "<td>::lucide:rocket::&lt;b&gt;</td>" in page
-    assert "<marimo-mermaid" in page
-    assert "iconify" not in page
-
-
 LOOP = """\
         for batch_idx, batch in enumerate(loader):
             if self.cfg.seed == 1:
@@ -171,23 +161,38 @@ LOOP = """\
             logits"""
 
 
-@pytest.mark.process
-def test_a_loop_that_fails_leaves_the_modules(digits: Path) -> None:
-    before = {name for name in sys.modules if name.partition(".")[0] == "src"}  # of other tests
+@pytest.fixture(scope="module")
+def project(bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An experiment whose model has an odd name, and whose loop reads values and fails with some seeds."""
+    folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("drawing") / "digits"))
+    with (folder / "src" / "models.py").open("a") as file:
+        file.write('\n\nDigitsNet.__name__ = "::lucide:rocket::<b>"\n')
     loop = "        for batch_idx, batch in enumerate(loader):\n            logits"
-    file = digits / "src" / "experiment.py"
-    file.write_text(file.read_text().replace(loop, LOOP, 1))
-    notes = {
-        1: "no shape: ValueError: no batch",
-        2: f"no shape: {DESCRIBE} returned nothing: its process ended",
-    }
-    for seed in (0, 1, 2):
-        (net,) = structure_of(digits, [f"cfg.seed={seed}"])["models"]
-        assert net["note"] == notes.get(seed, "")
-        assert net["shape"] == ("" if seed else "(n, 10)")
-        assert net["parameters"] == 21_482
-        marked = [row["node"] for row in rows_of(net) if row["node"]]
-        assert marked == ["models.net", "models.net.first", "models.net.second", "models.net.head"]
+    code = folder / "src" / "experiment.py"
+    code.write_text(code.read_text().replace(loop, LOOP, 1))
+    return folder
+
+
+@pytest.mark.process
+def test_the_tab_shows_names_as_text(project: Path) -> None:
+    page = asyncio.run(drawing_tab(project)._element()).text
+    assert "<td>::lucide:rocket::&lt;b&gt;</td>" in page
+    assert "<td>(n, 10)</td>" in page
+    assert "<marimo-mermaid" in page
+    assert "iconify" not in page
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("seed", "note"),
+    [(1, "ValueError: no batch"), (2, f"{DESCRIBE} returned nothing: its process ended")],
+)
+def test_a_loop_that_fails_leaves_the_modules(project: Path, seed: int, note: str) -> None:
+    before = {name for name in sys.modules if name.partition(".")[0] == "src"}  # of other tests
+    (net,) = structure_of(project, [f"cfg.seed={seed}"])["models"]
+    assert (net["note"], net["shape"], net["parameters"]) == (f"no shape: {note}", "", 21_482)
+    marked = [row["node"] for row in rows_of(net) if row["node"]]
+    assert marked == ["models.net", "models.net.first", "models.net.second", "models.net.head"]
     assert {name for name in sys.modules if name.partition(".")[0] == "src"} == before
 
 
