@@ -105,7 +105,7 @@ def test_killed_three_times_it_ends_with_the_same_bits(run: Callable[..., tuple[
     [
         (("cfg.fault='not finite'", "cfg.debug.stop_on_nan=true"), "FloatingPointError: invalid value (nan)"),
         (("cfg.fault=donated",), "RuntimeError: Array has been deleted with shape=float32[8,6]. (raised on rank 0)\n"),
-        (("cfg.strategy=ddp",), "cfg.strategy=ddp is for torch, not for a JaxModule"),
+        (("cfg.strategy=ddp",), "cfg.strategy=ddp is for models of torch, and those of Experiment are for jax; change"),
         (
             ("datasets.train.ragged=true", "cfg.start_workers=2"),
             "datasets.train: rows of 'x' have the shape [7] on rank 1, and [6]",

@@ -25,6 +25,7 @@ from mlx_runtime.companions.surgery.rules import parse
 from mlx_runtime.companions.surgery.sources import find
 from mlx_runtime.companions.surgery.transferring import Plan, tensors_of
 from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.driver.planning import prepare_run
 from mlx_runtime.errors import ConfigError, MlxError
 
 pytestmark = pytest.mark.pure
@@ -124,8 +125,10 @@ def test_weights_come_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_only_rows_of_the_batch_are_local() -> None:
+    strategy = JAX(TrainConfig(), Topology(0, 1, torch.device("cpu")))
+    strategy.mesh = mesh_of({"data": -1}, np.array(jax.devices()))
     with pytest.raises(MlxError, match=r"self.local takes arrays with the 4 rows of the batch, not one of shape \(\)"):
-        own_rows({"mask": jnp.ones(4, bool)}, (jnp.float32(1),), SimpleNamespace(of_batches=jnp.ones(4).sharding))
+        own_rows({"mask": strategy.whole_mask(4)}, (jnp.float32(1),), strategy)
 
 
 def device(process: int) -> Any:
@@ -186,9 +189,9 @@ def test_updates_of_torch_are_refused() -> None:
 
 
 def test_an_experiment_for_torch_is_refused() -> None:
-    session = SimpleNamespace(context=SimpleNamespace(groups=SimpleNamespace(experiment=BaseModule())))
-    with pytest.raises(ConfigError, match="cfg.strategy=jax is for a JaxModule, but BaseModule is a BaseModule for"):
-        JAX.observe(None, session)
+    line = "cfg.strategy=jax is for models of jax, and those of BaseModule are for torch; change it, or the base classe"
+    with pytest.raises(ConfigError, match=line), prepare_run(BaseModule, SimpleNamespace(cfg=TrainConfig()), None):
+        pass
 
 
 def test_gpus_need_a_jaxlib_for_gpus() -> None:
