@@ -130,6 +130,13 @@ def test_only_rows_of_the_batch_are_local() -> None:
         own_rows({"mask": jnp.ones(4, bool)}, (jnp.float32(1),), SimpleNamespace(of_batches=jnp.ones(4).sharding))
 
 
+def test_a_mask_that_was_donated_is_made_again() -> None:
+    strategy = JAX(TrainConfig(), Topology(0, 1, torch.device("cpu")))
+    strategy.mesh = mesh_of({"data": -1}, np.array(jax.devices()))
+    strategy.whole_mask(4).delete()
+    assert strategy.whole_mask(4).tolist() == [True] * 4
+
+
 def device(process: int) -> Any:
     return SimpleNamespace(process_index=process)
 

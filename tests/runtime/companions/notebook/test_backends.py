@@ -9,6 +9,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from clusters import free_ports
 from conftest import ROOT, TIMEOUT_S, Mlx
 
 JAX = """
@@ -49,18 +50,15 @@ if __name__ == "__main__":
 
 
 LISTENING = """
-import os, socket
+import os, socket, sys
 
 import torch
 from mlx_runtime.companions.notebook.backends import JAX
 from mlx_runtime.distributed.handshake import listening_sockets
 from mlx_runtime.distributed.topology import Topology
 
-reserved = socket.socket()
-reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-reserved.bind(("127.0.0.2", 0))
 backend = JAX()
-backend.setup([f"127.0.0.2:{reserved.getsockname()[1]}"], Topology(0, 1, torch.device("cpu")))
+backend.setup([f"127.0.0.2:{sys.argv[1]}"], Topology(0, 1, torch.device("cpu")))
 
 import jax
 
@@ -141,7 +139,7 @@ def test_workers_sum_with_jax_report_save_and_resume(python: Mlx, tmp_path: Path
 @pytest.mark.process
 def test_jax_and_its_gloo_listen_on_the_address_of_the_worker(python: Mlx, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LISTENING)
-    done = python(tmp_path, "script.py")
+    done = python(tmp_path, "script.py", str(free_ports(1)[0]))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == ["127.0.0.2", "::ffff:127.0.0.2"]
 
