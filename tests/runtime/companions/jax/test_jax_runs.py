@@ -136,7 +136,7 @@ def test_it_predicts_as_it_evaluates_and_cannot_be_exported(mlx: Mlx, sharded: P
     done = mlx(project, "train", "predict", "jax/run_001", "-o", "outputs.jsonl")
     assert done.returncode == 0, done.stderr
     outputs = [json.loads(line)["sum"] for line in (project / "outputs.jsonl").read_text().splitlines()]
-    sums = torch.randn(23, 6, generator=torch.Generator().manual_seed(23)).sum(dim=1)
+    sums = torch.randn(23, 6, generator=torch.Generator().manual_seed(23)).sum(dim=1).numpy()
     assert np.allclose(np.square(np.subtract(outputs, sums)).mean(), numbers(sharded)[-1][0], rtol=1e-2)
     done = mlx(project, "xp", "export", "jax/run_001")
     assert "error: programs are made of torch modules, and the models of this experiment are none" in done.stderr
