@@ -22,7 +22,7 @@ from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.events import Event
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.loop.job import Cluster
-from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.loop.options import TrainConfig, strategy_class
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints import store
 from mlx_runtime.runs.folder import RunFolder
@@ -108,6 +108,11 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
         from mlx_runtime.data import folds
 
         config = dataclasses.replace(config, tree=folds.with_held_out(config.tree, number))
+    if (kind := strategy_class(config.cfg.strategy)).library != experiment.library:
+        raise ConfigError(
+            f"cfg.strategy={config.cfg.strategy} is for models of {kind.library}, and those of {experiment.__name__} "
+            f"are for {experiment.library}; change it, or the base classes of {experiment.__name__} and TrainConfig"
+        )
     check_datasets(config)
     check_optimizers(config)
     if config.checkpoint is not None and experiment.eval_loop is BaseModule.eval_loop:

@@ -50,7 +50,7 @@ class ExampleRecorder:
             setattr(experiment.models, name, unwrap(module).eval())  # as a predictor finds it
         with torch.no_grad(), contextlib.suppress(*USER_ERRORS):
             for found in self._stages.values():
-                experiment.predict(move_tensors(found["rows"], lambda item: item.to(device)))
+                experiment._answer(move_tensors(found["rows"], lambda item: item.to(device)))
             return ""
         return str(companions.part("serving.loading").problem_of_predict(experiment, self._stages, device))
 

@@ -42,6 +42,7 @@ class BaseModule:
     worker's device, and optimizers have their parameters.
     """
 
+    library = "torch"  # of the models
     cfg: Any
     datasets: Any
     models: Any
@@ -96,6 +97,10 @@ class BaseModule:
             Outputs by name, (rows, ...), like `{"label": logits.argmax(1)}`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a predict(self, batch)")
+
+    def _answer(self, batch: Batch) -> Any:
+        """Call `predict` with tensors, for tensors, whatever the library of the models is."""
+        return self.predict(batch)
 
     # -- called by the user
 

@@ -33,6 +33,7 @@ class DDP:
     Attributes:
         shards: True if workers hold different parts of models, so that norms and states need collectives.
         alone: True if it also applies to a process without workers.
+        library: that of the models; experiments declare theirs in the same way.
         preloads: modules that are slow to import, to be imported before workers are forked.
         notice: a line for the user, or None.
         topology: the position of this worker.
@@ -42,6 +43,7 @@ class DDP:
 
     shards = False
     alone = False
+    library = "torch"
     preloads: tuple[str, ...] = ()
     notice: str | None = None
     tuning: Any = None

@@ -1,9 +1,8 @@
 """`JaxModule`: the base class of experiments in JAX."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, overload
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from mlx_runtime.companions.jax.strategy import JAX
 from mlx_runtime.companions.notebook.arrays import as_tensors
 from mlx_runtime.data.batches import Batch, move_tensors
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards
-from mlx_runtime.errors import ConfigError, MlxError
+from mlx_runtime.errors import MlxError
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.runs.checkpoints import groups
 
@@ -34,18 +33,11 @@ class JaxModule(BaseModule):
     that are trees of arrays, like `self.opt_state = tx.init(params)`.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "predict" in vars(cls):
-            cls.predict = _for_tensors_too(vars(cls)["predict"])  # type: ignore[method-assign, assignment]
+    library = "jax"
 
     @property
     def _strategy(self) -> JAX:
-        strategy = self._session.optimization.strategy
-        if not isinstance(strategy, JAX):
-            cure = "write jax, the default of mlx_runtime.jax.TrainConfig, from which TrainConfig inherits"
-            raise ConfigError(f"cfg.strategy={self.cfg.strategy} is for torch, not for a JaxModule; {cure}")
-        return strategy
+        return cast(JAX, self._session.optimization.strategy)
 
     @property
     def mesh(self) -> Mesh:
@@ -98,6 +90,12 @@ class JaxModule(BaseModule):
         """Refuse: updates are those of `nnx.Optimizer` or optax."""
         self.backward()
 
+    def _answer(self, batch: Batch) -> Any:
+        arrays = move_tensors(batch, lambda item: jnp.asarray(narrowed(item.cpu(), "the batch")))
+        with _evaluating(self.models):
+            outputs = self.predict(arrays)
+        return as_tensors(dict(outputs)) if isinstance(outputs, Mapping) else outputs
+
 
 @contextlib.contextmanager
 def _evaluating(models: Any) -> Iterator[None]:
@@ -112,19 +110,3 @@ def _evaluating(models: Any) -> Iterator[None]:
     finally:
         for part, name, mode in modes:
             setattr(part, name, mode)
-
-
-def _for_tensors_too(predict: Callable[[Any, Batch], Any]) -> Callable[[Any, Batch], Any]:
-    """Return a `predict` that also takes tensors, from outside of the loop, and answers these with tensors."""
-
-    @functools.wraps(predict)
-    def predict_both(experiment: Any, batch: Batch) -> Any:
-        if not any(isinstance(value, torch.Tensor) for value in batch.values()):
-            return predict(experiment, batch)
-        with _evaluating(experiment.models):
-            outputs = predict(
-                experiment, move_tensors(batch, lambda item: jnp.asarray(narrowed(item.cpu(), "the batch")))
-            )
-        return as_tensors(dict(outputs)) if isinstance(outputs, Mapping) else outputs
-
-    return predict_both

@@ -35,7 +35,7 @@ class JAX(DDP):
         mesh: The devices of all workers, with the axes of `cfg.mesh`.
     """
 
-    alone = True
+    alone, library = True, "jax"
     mesh: Mesh
 
     @staticmethod
@@ -83,12 +83,6 @@ class JAX(DDP):
 
     def build(self, node: Mapping[str, Any]) -> Any:
         return build(node, "models")
-
-    def observe(self, session: Any) -> None:
-        """Refuse an experiment for torch, whose loop would train models without this strategy."""
-        kind = type(session.context.groups.experiment)
-        if not hasattr(kind, "mesh"):
-            raise ConfigError(f"cfg.strategy=jax is for a JaxModule, but {kind.__name__} is a BaseModule for torch")
 
     def started(self, models: Any) -> WorkersStarted:
         params = [nnx.state(model, nnx.Param) for model in members(models, nnx.Module).values()]

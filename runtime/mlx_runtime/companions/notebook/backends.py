@@ -59,9 +59,10 @@ class JAX:
 
     def setup(self, addresses: list[str], topology: Topology) -> None:
         import jax
+        from jax._src import distributed, xla_bridge  # nothing public lets gloo listen elsewhere
+        from jax._src.lib import _jax
+        from jax.extend.backend import register_backend_factory
 
-        if "JAX_CPU_COLLECTIVES_IMPLEMENTATION" not in os.environ:
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")  # the default since JAX 0.7
         jax.distributed.initialize(
             addresses[0],
             num_processes=topology.world_size,
@@ -70,6 +71,10 @@ class JAX:
             cluster_detection_method="deactivate",
             coordinator_bind_address=addresses[0],  # JAX would listen on all interfaces
         )
+        if jax.config.jax_cpu_collectives_implementation == "gloo":  # by default where the name of the machine resolves
+            host = addresses[topology.rank].rpartition(":")[0].strip("[]")
+            gloo = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname=host)
+            register_backend_factory("cpu", functools.partial(xla_bridge.make_cpu_client, gloo), fail_quietly=False)
 
     def teardown(self) -> None:
         import jax

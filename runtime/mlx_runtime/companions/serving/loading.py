@@ -68,8 +68,8 @@ def load_parts(
     own = [name for name in nodes.get("datasets", {}) if name.startswith("predict") and name not in examples]
     if own or not examples:
         examples = read_examples(experiment, nodes) | examples
-    schema = known_columns(experiment.predict, examples, title, target)
-    return experiment, nodes, Predictor(experiment.predict, schema, title, target)
+    schema = known_columns(experiment._answer, examples, title, target)
+    return experiment, nodes, Predictor(experiment._answer, schema, title, target)
 
 
 def choose_checkpoint(folder: RunFolder, which: str | int | None) -> CheckpointInfo:
@@ -243,7 +243,7 @@ def problem_of_predict(experiment: BaseModule, stages: Mapping[str, Any], device
     for module in members(experiment.tools, nn.Module).values():
         module.to(device).eval()
     try:
-        known_columns(experiment.predict, examples_of(stages), "this run", device)
+        known_columns(experiment._answer, examples_of(stages), "this run", device)
     except PredictError as error:
         return f"{error}; until it is fixed, this run cannot predict, be exported or served"
     return ""

@@ -15,6 +15,7 @@ from hidden import hiding
 from jax.sharding import Mesh
 from safetensors.torch import save_file
 
+import mlx_runtime
 from mlx_runtime import BaseModule
 from mlx_runtime.companions.jax.batches import own_rows
 from mlx_runtime.companions.jax.module import JaxModule
@@ -25,6 +26,7 @@ from mlx_runtime.companions.surgery.rules import parse
 from mlx_runtime.companions.surgery.sources import find
 from mlx_runtime.companions.surgery.transferring import Plan, tensors_of
 from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.driver.planning import prepare_run
 from mlx_runtime.errors import ConfigError, MlxError
 
 pytestmark = pytest.mark.pure
@@ -60,7 +62,7 @@ def test_a_tree_is_restored_with_its_types() -> None:
         (jnp.bfloat16, False),
     ]
     assert type(owner.tree["adam"][0]) is type(other["adam"][0])
-    assert (owner.tree["scalar"].dtype, owner.tree["scalar"]) == (np.float64, 3.5)
+    assert (type(owner.tree["scalar"]), owner.tree["scalar"]) == (np.float64, 3.5)
 
 
 def test_a_module_is_restored_in_place() -> None:
@@ -128,6 +130,13 @@ def test_only_rows_of_the_batch_are_local() -> None:
         own_rows({"mask": jnp.ones(4, bool)}, (jnp.float32(1),), SimpleNamespace(of_batches=jnp.ones(4).sharding))
 
 
+def test_a_mask_that_was_donated_is_made_again() -> None:
+    strategy = JAX(TrainConfig(), Topology(0, 1, torch.device("cpu")))
+    strategy.mesh = mesh_of({"data": -1}, np.array(jax.devices()))
+    strategy.whole_mask(4).delete()
+    assert strategy.whole_mask(4).tolist() == [True] * 4
+
+
 def device(process: int) -> Any:
     return SimpleNamespace(process_index=process)
 
@@ -173,8 +182,9 @@ def test_the_axes_of_a_mesh_make_up_all_devices() -> None:
     [
         ({"precision": "bf16"}, "cfg.precision is for torch; give the layers dtype=jnp.bfloat16, and leave out"),
         ({"mesh": {"data": -1, "model": -1}}, "cfg.mesh is {'data': -1, 'model': -1}; write devices per axis"),
+        ({"mesh": {"data": 0}}, "cfg.mesh is {'data': 0}; write devices per axis"),
     ],
-    ids=["precision", "mesh"],
+    ids=["precision", "mesh", "no devices"],
 )
 def test_settings_for_torch_are_refused(changed: dict[str, Any], line: str) -> None:
     assert str(JAX.refusal(TrainConfig(**changed))).startswith(line)
@@ -186,16 +196,18 @@ def test_updates_of_torch_are_refused() -> None:
 
 
 def test_an_experiment_for_torch_is_refused() -> None:
-    session = SimpleNamespace(context=SimpleNamespace(groups=SimpleNamespace(experiment=BaseModule())))
-    with pytest.raises(ConfigError, match="cfg.strategy=jax is for a JaxModule, but BaseModule is a BaseModule for"):
-        JAX.observe(None, session)
+    assert str(JAX.refusal(mlx_runtime.TrainConfig())).startswith("it has no mesh; let TrainConfig inherit from")
+    line = "cfg.strategy=jax is for models of jax, and those of BaseModule are for torch; change it, or the base classe"
+    with pytest.raises(ConfigError, match=line), prepare_run(BaseModule, SimpleNamespace(cfg=TrainConfig()), None):
+        pass
 
 
-def test_gpus_need_a_jaxlib_for_gpus() -> None:
-    topology = Topology(0, 1, torch.device("cuda", 0))  # as torch sees it
+@pytest.mark.parametrize(("use_gpu", "device"), [(None, "cuda:0"), (True, "cpu")])  # as torch sees it
+def test_gpus_need_a_jaxlib_for_gpus(use_gpu: bool | None, device: str) -> None:
+    topology = Topology(0, 1, torch.device(device))
     with (
         pytest.raises(ConfigError, match="rank 0 should use a GPU, but JAX finds none; install a jaxlib for GPUs"),
-        JAX(TrainConfig(use_gpu=None), topology).connected(),
+        JAX(TrainConfig(use_gpu=use_gpu), topology).connected(),
     ):
         pass
 

@@ -9,6 +9,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from clusters import free_ports
 from conftest import ROOT, TIMEOUT_S, Mlx
 
 JAX = """
@@ -45,6 +46,25 @@ def resumed():
 if __name__ == "__main__":
     trainer = Trainer(num_workers=2, backend="jax")
     print(json.dumps({"table": str(trainer), "resumed": resumed()}))
+"""
+
+
+LISTENING = """
+import os, socket, sys
+
+import torch
+from mlx_runtime.companions.notebook.backends import JAX
+from mlx_runtime.distributed.handshake import listening_sockets
+from mlx_runtime.distributed.topology import Topology
+
+backend = JAX()
+backend.setup([f"127.0.0.2:{sys.argv[1]}"], Topology(0, 1, torch.device("cpu")))
+
+import jax
+
+jax.devices()
+print(*(socket.socket(fileno=os.dup(number)).getsockname()[0] for number in listening_sockets()))
+backend.teardown()
 """
 
 
@@ -114,6 +134,14 @@ def test_workers_sum_with_jax_report_save_and_resume(python: Mlx, tmp_path: Path
     assert own == [[{"w": 4.0, "devices": 2, "epochs_left": 1}] * 2]
     assert returned == [[rank, 2, [4.0, 4.0], 1] for rank in (0, 1)]
     assert saved == "tensor([4., 4.], dtype=torch.bfloat16)"
+
+
+@pytest.mark.process
+def test_jax_and_its_gloo_listen_on_the_address_of_the_worker(python: Mlx, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LISTENING)
+    done = python(tmp_path, "script.py", str(free_ports(1)[0]))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["127.0.0.2", "::ffff:127.0.0.2"]
 
 
 @pytest.mark.examples
