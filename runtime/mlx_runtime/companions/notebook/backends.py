@@ -59,9 +59,6 @@ class JAX:
 
     def setup(self, addresses: list[str], topology: Topology) -> None:
         import jax
-        from jax._src import distributed, xla_bridge  # nothing public lets gloo listen elsewhere
-        from jax._src.lib import _jax
-        from jax.extend.backend import register_backend_factory
 
         jax.distributed.initialize(
             addresses[0],
@@ -72,9 +69,7 @@ class JAX:
             coordinator_bind_address=addresses[0],  # JAX would listen on all interfaces
         )
         if jax.config.jax_cpu_collectives_implementation == "gloo":  # by default where the name of the machine resolves
-            host = addresses[topology.rank].rpartition(":")[0].strip("[]")
-            gloo = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname=host)
-            register_backend_factory("cpu", functools.partial(xla_bridge.make_cpu_client, gloo), fail_quietly=False)
+            _listen_at(addresses[topology.rank].rpartition(":")[0].strip("[]"))
 
     def teardown(self) -> None:
         import jax
@@ -83,6 +78,17 @@ class JAX:
 
     def lost_peer(self, error: Exception) -> bool:
         return isinstance(error, ValueError | RuntimeError) and "/gloo/transport/" in str(error)  # the source of gloo
+
+
+def _listen_at(host: str) -> None:
+    """Let JAX's gloo listen at this address, not at that of the machine's name. A JAX without these names does not."""
+    with contextlib.suppress(ImportError, AttributeError):  # nothing public does this
+        from jax._src import distributed, xla_bridge
+        from jax._src.lib import _jax
+        from jax.extend.backend import register_backend_factory
+
+        gloo = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname=host)
+        register_backend_factory("cpu", functools.partial(xla_bridge.make_cpu_client, gloo), fail_quietly=False)
 
 
 class TensorFlow:
