@@ -12,7 +12,6 @@ from conftest import Mlx
 from torch.utils.data import IterableDataset, TensorDataset
 
 from mlx_runtime import Trainer, open_run
-from mlx_runtime.companions.hub.detection import find_secrets
 from mlx_runtime.companions.notebook import inputs
 from mlx_runtime.companions.notebook.pickles import Captured
 from mlx_runtime.errors import StorageError, UsageError
@@ -149,17 +148,6 @@ class TestOnWorkers:
         assert found["fold"] == found["folds"][1]
         runs = [open_run(found["folder"] / "runs" / "folded" / f"run_00{number}") for number in (1, 2, 3)]
         assert [run.config["cfg"]["fold"] for run in runs] == [[0, 3], [1, 3], [2, 3]]
-
-    def test_a_dataset_is_stored_once_and_named_by_its_content(self, found: Found) -> None:
-        """runs/.inputs/<SHA-256>"""
-        storage = found["folder"] / "runs"
-        cfgs = [open_run(storage / "resumable" / f"run_00{number}").config["cfg"] for number in (1, 2, 3)]
-        (file,) = {cfg["dataset_files"]["train"] for cfg in cfgs}
-        assert (storage / ".inputs" / file).is_file()
-        assert [item.name for item in (storage / ".inputs").iterdir() if item.name.startswith(".")] == []
-        conf = (storage / "resumable" / "run_001" / "conf.yaml").read_text()
-        assert file in conf
-        assert find_secrets(conf, "conf.yaml") == []
 
     def test_large_values_are_refused_in_one_line(self, found: Found) -> None:
         assert found["large"][1] == (
