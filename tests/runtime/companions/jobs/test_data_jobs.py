@@ -10,12 +10,12 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import Mlx, Start, edit
+from faults import wait_for
 from storages import files, put
 
 from mlx_runtime.companions.jobs import filling
@@ -335,9 +335,7 @@ def test_an_interrupted_job_resumes_with_its_finished_items(job: SimpleNamespace
 
 def test_a_job_is_stopped_by_its_name(job: SimpleNamespace, mlx: Mlx, start: Start) -> None:
     running = start(job.project, "data", "run", "text.sleep_s=0.3", "text.lines=1000")
-    until = time.monotonic() + 200
-    while not list(job.data.glob(".lines.part-*/lines/2.txt")) and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_for(lambda: list(job.data.glob(".lines.part-*/lines/2.txt")))
     done = mlx(job.project, "data", "stop", "lines")
     assert (done.returncode, done.stdout) == (0, "lines run_001 is STOPPED\n"), done.stderr
     running.communicate(timeout=100)
@@ -353,9 +351,7 @@ def test_a_job_that_is_ended_leaves_nothing_that_looks_whole(
 ) -> None:
     mlx(job.project, "data", "bind")
     running = start(job.project, "data", "run", "text.sleep_s=0.3", "text.lines=100")
-    until = time.monotonic() + 200
-    while not list(job.data.glob(".lines.part-*/lines/2.txt")) and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_for(lambda: list(job.data.glob(".lines.part-*/lines/2.txt")))
     assert not job.made.exists()
     running.send_signal(number)
     _, told = running.communicate(timeout=100)
@@ -376,18 +372,6 @@ def test_a_folder_outside_the_storage_is_refused(job: SimpleNamespace, mlx: Mlx,
     done = mlx(job.project, "data", "run", f"cfg.path='{path}'")
     assert done.returncode == 1
     assert "it must be a folder below the storage, like data/lines" in done.stderr
-
-
-def test_what_was_made_is_kept(job: SimpleNamespace, mlx: Mlx) -> None:
-    assert mlx(job.project, "data", "run").returncode == 0
-    before = (job.made / "lines" / "0.txt").read_text()
-    done = mlx(job.project, "data", "run", "cfg.start_workers=2")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {job.made} already exists, made 20")
-    assert "starting" not in done.stdout  # nothing is started to find out
-    assert (job.made / "lines" / "0.txt").read_text() == before
-    assert mlx(job.project, "data", "run", "cfg.overwrite=true", "text.lines=1").returncode == 0
-    assert len(list((job.made / "lines").iterdir())) == 1
 
 
 @pytest.mark.s3

@@ -5,13 +5,13 @@ tests/template/test_notebook.py covers the most important cases in an inner ring
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Script
+from faults import wait_for
 from leftovers import marked
 
 from mlx_runtime import BaseModule, open_run, run
@@ -221,8 +221,5 @@ def test_a_killed_kernel_leaves_no_processes(
         assert process.stdout is not None
         place = process.stdout.readline().strip()
         process.kill()
-    until = time.monotonic() + 60
-    while marked(tmp_path) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert marked(tmp_path) == []
+    wait_for(lambda: not marked(tmp_path), 60)
     assert open_run(place).record["status"] == "RUNNING"  # STALE, once its heartbeat is old
