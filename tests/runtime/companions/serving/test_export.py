@@ -104,28 +104,29 @@ def test_a_loaded_export_answers_like_the_run(here: Path) -> None:
         answers([{"ids": [1], "mask": [True]}])
 
 
+def flip_the_last_byte(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+
+
+def replace_by_a_pipe(file: Path) -> None:
+    """Reading it would block forever."""
+    file.unlink()
+    os.mkfifo(file)
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("program.pt2", b"\xff", "program.pt2 is damaged: it is not the file that was exported"),
-        ("export.json", None, "is not an export: it has no export.json"),
+        ("program.pt2", flip_the_last_byte, "program.pt2 is damaged: it is not the file that was exported"),
+        ("export.json", Path.unlink, "is not an export: it has no export.json"),
+        ("schema.json", replace_by_a_pipe, "cannot read .*schema.json: .*not a regular file"),
     ],
 )
-def test_a_damaged_export_is_refused(here: Path, file: str, damage: bytes | None, message: str) -> None:
-    path = here / NAME / file
-    path.unlink() if damage is None else path.write_bytes(path.read_bytes()[:-1] + damage)
+def test_a_damaged_export_is_refused(here: Path, file: str, damage: Callable[[Path], None], message: str) -> None:
+    damage(here / NAME / file)
     with pytest.raises((StorageError, UsageError), match=message) as raised:
         load_export(here / NAME)
     assert "\n" not in str(raised.value)
-
-
-def test_a_pipe_in_place_of_a_file_is_refused(here: Path) -> None:
-    """Reading it would block forever."""
-    file = "schema.json"
-    (here / NAME / file).unlink()
-    os.mkfifo(here / NAME / file)
-    with pytest.raises(StorageError, match=f"cannot read .*{file}: .*not a regular file"):
-        load_export(here / NAME)
 
 
 def test_an_export_replaces_only_an_export_and_only_with_force(here: Path) -> None:

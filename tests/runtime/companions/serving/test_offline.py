@@ -72,17 +72,6 @@ class Broken(Digits):
         if index == 13:
             raise ValueError("no such scan")
         return super().__getitem__(index)
-
-
-class Bright(Digits):
-    """A row that the schema refuses but predict answers, followed by one that predict refuses."""
-
-    def __init__(self):
-        super().__init__(split="test")
-        self.images[1] = float("nan")
-        self.images[2] = 99
-
-
 '''
 
 CHECKED_PREDICT = '''    def predict(self, batch):
@@ -292,11 +281,6 @@ ERRORS: dict[str, tuple[dict[str, Any], type[MlxError], str]] = {
         {"dataset": "src.more.Broken"},
         DatasetError,
         r"cannot be read: ValueError: no such scan \(while reading sample 13 ",
-    ),
-    "a row of a dataset": (
-        {"dataset": "src.more.Bright"},
-        PredictError,
-        r"src.more.Bright: row 2: predict failed: ValueError: too bright",
     ),
     "no such checkpoint": ({"checkpoint": "epoch_0009"}, UsageError, "has no checkpoint epoch_0009"),
 }
