@@ -157,7 +157,7 @@ def test_options_are_checked(options: dict[str, Any], root: str, secrets: tuple[
 
 
 PROGRAM = """\
-#!/usr/bin/env python3
+#!/usr/bin/env -S python3 -IS
 import json, pathlib, subprocess, sys
 root, words = pathlib.Path({root!r}), sys.argv[1:]
 if (root / "busy").exists():
