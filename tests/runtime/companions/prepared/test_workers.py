@@ -90,6 +90,7 @@ def test_every_worker_reads_its_share(folder: Path, mlx: Mlx) -> None:
         "datasets.train.rows=1003",
         "cfg.elastic.hang_timeout_s=1",
         "cfg.start_workers=3",
+        "cfg.debug.limit_batches=2",
     )
     done = mlx(folder, "train", "run", *PREPARE, *slow)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr

@@ -2,16 +2,20 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Mlx, edit
+from conftest import Mlx, Start, edit
+from faults import wait_for
+from forkserver import Command
 from safetensors.torch import load_file
 
 from mlx_runtime import load_export, open_run
@@ -102,6 +106,20 @@ def test_a_loaded_export_answers_like_the_run(here: Path) -> None:
     assert answers(answers.schema.example_rows())["label"].shape == (3,)
     with pytest.raises(RowError, match="numbers is missing; expected float32"):
         answers([{"ids": [1], "mask": [True]}])
+
+
+def test_its_folder_is_served_beside_the_run(trained: Path, start: Start) -> None:
+    process = start(trained, "serve", "run", NAME, "run=exports/run_001", "--port", "0")
+    assert isinstance(process, Command)
+    wait_for(lambda: "\ncurl " in process.output() or process.poll() is not None)
+    url = re.findall(r"^http\S+", process.output(), re.MULTILINE)[0]
+    example = urllib.request.urlopen(f"{url}/example").read()
+    found = []
+    for name in (NAME, "run"):
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/models/{name}/predict", example, headers)
+        found.append(json.load(urllib.request.urlopen(request))["outputs"][0])
+    assert found[0]["scores"] == pytest.approx(found[1]["scores"], rel=1e-4)
 
 
 def flip_the_last_byte(file: Path) -> None:
