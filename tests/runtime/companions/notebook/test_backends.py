@@ -1,15 +1,17 @@
-"""Backends of training functions: JAX and TensorFlow, installed and real, and a class of another package."""
+"""Backends of training functions: JAX, a class of another package, and the variable that TensorFlow reads."""
 
 import json
+import os
 import re
 import shutil
-import subprocess
-import sys
-import venv
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TIMEOUT_S, Mlx
+import torch
+from conftest import ROOT, Mlx
+
+from mlx_runtime.companions.notebook.backends import TensorFlow
+from mlx_runtime.distributed.topology import Topology
 
 JAX = """
 import json
@@ -53,42 +55,6 @@ if __name__ == "__main__":
     print(json.dumps({"table": str(trainer), "resumed": resumed(), "machines": other}))
 """
 
-TENSORFLOW = """
-import json, os
-from mlx_runtime import Trainer, report, save_checkpoint
-
-
-def train_func(config):
-    import tensorflow as tf
-
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    with strategy.scope():
-        weight = tf.Variable(0.0)
-    rows = tf.data.Dataset.from_tensor_slices([1.0, 2.0, 3.0, 4.0]).batch(4)  # two rows for each worker
-
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((weight * x - 3 * x) ** 2) / 4
-        gradient = tf.distribute.get_replica_context().all_reduce("sum", tape.gradient(loss, weight))
-        weight.assign_sub(0.05 * gradient)
-        return loss
-
-    train_step = tf.function(lambda x: strategy.reduce("sum", strategy.run(step, (x,)), axis=None))
-    for epoch in range(config["num_epochs"]):
-        for batch in strategy.experimental_distribute_dataset(rows):
-            loss = train_step(batch)
-        report(loss=loss)
-        save_checkpoint(epoch=epoch, weight=weight)
-    return strategy.num_replicas_in_sync, float(weight.numpy()), json.loads(os.environ["TF_CONFIG"])["task"]
-
-
-if __name__ == "__main__":
-    trainer = Trainer(backend="tensorflow", num_workers=2)
-    running = trainer.run_iterator(train_func, {"num_epochs": 4})
-    reports = [[result["loss"] for result in results] for results in running]
-    print(json.dumps([reports, running.get_returns(), trainer.latest_checkpoint["epoch"]]))
-"""
-
 
 @pytest.mark.examples
 def test_workers_sum_with_jax_report_save_and_resume(python: Mlx, tmp_path: Path) -> None:
@@ -112,42 +78,15 @@ def test_workers_sum_with_jax_report_save_and_resume(python: Mlx, tmp_path: Path
     assert re.fullmatch(r"127\.0\.0\.1:(\d+),127\.0\.0\.1:(?!\1\b)\d+", one)
 
 
-@pytest.fixture
-def with_tensorflow(tmp_path: Path) -> Path:
-    """The Python of an environment that has TensorFlow in addition to the libraries of this one.
-
-    It is not installed here, because TensorBoard, and so each run, would import it.
-    """
-    venv.create(tmp_path / "venv", symlinks=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (site / "parent.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    install = ["-m", "pip", "install", "-q", "--no-compile", "-c", str(ROOT / "constraints.txt"), "tensorflow-cpu"]
-    subprocess.run([python, *install], check=True, timeout=300)
-    return python
-
-
-@pytest.mark.install
-def test_workers_of_tensorflow_train_one_model(
-    with_tensorflow: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    (tmp_path / "script.py").write_text(TENSORFLOW)
-    path = str(ROOT / "runtime")
-    done = subprocess.run(
-        [with_tensorflow, "script.py"],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    reports, returned, epoch = json.loads(done.stdout.splitlines()[-1])
-    losses = [losses[0] for losses in reports]
-    assert all(one == other for one, other in reports)
-    assert losses[:2] == pytest.approx([67.5, 4.21875])  # of all four rows: 30 / 4 * (w - 3)², and w - 3 shrinks to 1/4
-    assert losses[-1] == pytest.approx(67.5 / 16**3)
-    assert [values[0] for values in returned] == [2, 2]
-    assert [values[2] for values in returned] == [{"type": "worker", "index": rank} for rank in (0, 1)]
-    assert returned[0][1] == returned[1][1] == pytest.approx(3 - 3 / 4**4)
-    assert epoch == 3
+@pytest.mark.pure
+def test_a_strategy_of_tensorflow_finds_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form that https://www.tensorflow.org/guide/distributed_training describes."""
+    monkeypatch.setattr(os, "environ", {})
+    backend = TensorFlow()
+    backend.setup(["10.0.0.1:5000", "10.0.0.2:6000"], Topology(1, 2, torch.device("cpu")))
+    assert json.loads(os.environ["TF_CONFIG"]) == {
+        "cluster": {"worker": ["10.0.0.1:5000", "10.0.0.2:6000"]},
+        "task": {"type": "worker", "index": 1},
+    }
+    backend.teardown()
+    assert os.environ == {}
