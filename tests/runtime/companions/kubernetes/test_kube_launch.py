@@ -37,9 +37,6 @@ OBJECTS = {
     "namespaces/team/persistentvolumeclaims/runs": named(
         "PersistentVolumeClaim", "runs", spec={"accessModes": ["ReadWriteMany"]}, status={"phase": "Bound"}
     ),
-    "namespaces/team/persistentvolumeclaims/disk": named(
-        "PersistentVolumeClaim", "disk", spec={"accessModes": ["ReadWriteOnce"]}, status={"phase": "Bound"}
-    ),
 }
 
 

@@ -289,7 +289,7 @@ def test_the_runs_of_a_sweep_are_those_of_folds(user: User, ray_cluster: RayClus
 
 
 @pytest.fixture(scope="class")
-def long_run(user: User, ray_cluster: RayCluster, request: pytest.FixtureRequest) -> Iterator[Proxy]:
+def long_run(user: User, ray_cluster: RayCluster) -> Iterator[Proxy]:
     """`run_002`, launched through a proxy; it never ends by itself, and leaves the cores to the tests."""
     edit(user.folder / "src" / "experiment.py", STEP, f"{STEP}, __import__('time').sleep(0.02)")
     proxy = Proxy(ray_cluster.dashboard)

@@ -13,7 +13,7 @@ from stored_sweeps import store_run, store_sweep
 from mlx_runtime.companions.sweeps.display import SweepDisplay
 from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
 from mlx_runtime.companions.sweeps.results import SweepResult
-from mlx_runtime.companions.sweeps.space import WHOLE
+from mlx_runtime.companions.sweeps.space import WHOLE, Part
 from mlx_runtime.errors import UsageError
 
 pytestmark = pytest.mark.pure
@@ -46,6 +46,19 @@ def test_the_table_marks_the_best_trial(tmp_path: Path) -> None:
         "trial 1 run_001  a.lr=1",
         "trial 2 run_002  a.lr=2",
         "trial 1 SUCCEEDED  val/loss 0.5000 (epoch 1)",
+    ]
+
+
+def test_the_table_names_the_seed_and_the_fold_of_each_run(tmp_path: Path) -> None:
+    display, _ = display_of(tmp_path, folds=5, seeds=2)
+    for part in (Part(9, 0), Part(10, 4)):
+        display.handle(TrialStarted(2, part, {}, "run_001"))
+    display.handle(TrialStarted(1, Part(9, 1), {}, "run_003"))
+    display.handle(TrialEnded(1, WHOLE, "SUCCEEDED", (0, 0.5)))
+    assert [line.split()[:5] for line in shown(display, 80)[1:]] == [
+        ["1", "mean", "1", "0.5000", "SUCCEEDED"],
+        ["2", "seed", "9", "fold", "1/5"],
+        ["2", "seed", "10", "fold", "5/5"],
     ]
 
 
