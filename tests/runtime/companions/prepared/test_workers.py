@@ -24,11 +24,10 @@ pytestmark = pytest.mark.local
 PREPARE = ("--prepare-batches", "cfg.num_epochs=1", "cfg.only=train")
 
 READ = """
-        import os, sys
-        rank, ray = os.environ.get("RANK", "driver"), sys.modules.get("ray")
-        node = ray.get_runtime_context().get_node_id() if ray and ray.is_initialized() else ""
+        import os
+        rank = os.environ.get("RANK", "driver")
         with open("READ", "a") as file:
-            file.write(f"{rank} {index} {os.getpid()} {node}\\n")
+            file.write(f"{rank} {index} {os.getpid()}\\n")
         time.sleep(self.slow_s * (rank != "driver"))
 """
 """What a dataset does for each row."""
@@ -55,10 +54,10 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def reads(folder: Path) -> list[tuple[str, int, int, str]]:
-    """Return rank, row, process and node of each row that was read."""
+def reads(folder: Path) -> list[tuple[str, int, int]]:
+    """Return rank, row and process of each row that was read."""
     lines = [line.split(" ") for line in (folder / "read.txt").read_text().splitlines()]
-    return [(rank, int(row), int(pid), node) for rank, row, pid, node in lines]
+    return [(rank, int(row), int(pid)) for rank, row, pid in lines]
 
 
 def prepared_files(folder: Path) -> list[str]:
@@ -154,14 +153,14 @@ def test_a_killed_worker_is_replaced_and_a_killed_driver_leaves_nothing(folder: 
     wait_for(lambda: list(store.rglob("*.npy")))
     process.kill()
     process.wait()
-    wait_for(lambda: all(start_time_of(pid) is None for _, _, pid, _ in reads(folder)))
+    wait_for(lambda: all(start_time_of(pid) is None for _, _, pid in reads(folder)))
     assert {"sample", "npy"} <= {name.rpartition(".")[2] for name in prepared_files(folder)}  # not removed by anybody
     for file in store.rglob("*"):
         os.utime(file, (0, 0))  # later, they do not count as in use
     (folder / "read.txt").unlink()
     process = start(folder, "train", "run", *PREPARE, *slow)
     wait_for(lambda: preparing(folder))
-    os.kill(next(worker_of(pid) for rank, _, pid, _ in reads(folder) if rank == "1"), signal.SIGKILL)
+    os.kill(next(worker_of(pid) for rank, _, pid in reads(folder) if rank == "1"), signal.SIGKILL)
     out, error = process.communicate(120)
     assert process.returncode == 0, out + error
     assert "lost      rank 1: " in out
