@@ -5,9 +5,8 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from forkserver import Commands
 
 TOKEN = "token-of-the-test-cluster-0123456789abcdef"
 
-Types = Callable[..., "subprocess.CompletedProcess[str]"]
 LONG = ("cfg.num_epochs=100000", "tools.early_stopping.patience=1000000", "cfg.keep_checkpoints=1")
 
 
@@ -61,10 +59,6 @@ class User:
         found: dict[str, Any] = json.loads((self.folder / "runs" / name / run / "run.json").read_text())
         return found
 
-    def has(self, run: str, name: str) -> bool:
-        """Return True if a run has a record."""
-        return (self.folder / "runs" / name / run / "run.json").is_file()
-
 
 @pytest.fixture(scope="module")
 def user(
@@ -77,14 +71,6 @@ def user(
     folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("user") / "digits"))
     named = {"RAY_AUTH_TOKEN": TOKEN, "RAY_ADDRESS": ray_cluster.url}
     return User(folder, environment | named, commands)
-
-
-def until(what: Callable[[], Any], seconds: float = 400) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.2)
-    return found
 
 
 def tags(port: int) -> dict[str, Any]:

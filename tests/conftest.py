@@ -40,7 +40,7 @@ OUTSIDE = {"s3", "browser", "ray_cluster"}
 """Fixtures that tests of the inner three rings may not use."""
 
 LONGEST = (
-    *("test_cluster.py", "test_faults.py", "test_kinds.py", "test_cluster_jobs.py"),
+    *("test_cluster.py", "test_faults.py", "test_kinds.py"),
     *("test_engines.py", "test_export.py", "test_template.py"),
     *("test_cluster_folder.py", "test_install.py", "test_growth.py", "test_extending.py"),
     *("test_offline.py", "test_server.py", "test_functions.py", "test_command.py"),

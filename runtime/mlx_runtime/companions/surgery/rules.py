@@ -39,10 +39,11 @@ def _problems_of(given: Any, key: str) -> list[str]:
 
 def parse(node: Mapping[str, Any], title: object) -> Transfer:
     """Return the transfer that a node of a file describes. Raises ConfigError, with this title."""
-    tree = {KEY: {"_target_": path_of(Transfer), **node}}
-    raise_if([item.text for item in problems_of(tree, {KEY: Transfer}, Transfer)], title)
-    given: Transfer = build(tree[KEY], KEY)
-    raise_if(_problems_of(given, KEY), title)
+    key = f"{KEY}.*"  # of any model
+    tree = {key: {"_target_": path_of(Transfer), **node}}
+    raise_if([item.text for item in problems_of(tree, {key: Transfer}, Transfer)], title)
+    given: Transfer = build(tree[key], key)
+    raise_if(_problems_of(given, key), title)
     return given
 
 

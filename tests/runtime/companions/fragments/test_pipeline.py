@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -530,22 +529,12 @@ def test_settings_and_plans_that_are_refused(tmp_path: Path) -> None:
     assert "is for 4 workers, but cfg.start_workers=6; set it to 4" in strategy_problems(cfg)[0]
 
 
-@pytest.mark.kills
-def test_a_killed_stage_and_other_strategies_change_nothing(
-    mlx: Mlx, make_in: Callable[[str, Path], Path], tmp_path: Path
-) -> None:
-    """Rank 1 is killed once between two checkpoints; then one process continues, and then three stages."""
-    folder = make_in("shards", tmp_path)
-    code = folder / "src" / "experiment.py"
-    step = "                self.backward(loss)\n"
-    edit(code, step, f"                die_once(len(losses))\n{step}")
-    edit(code, "import json\n", "import json\nimport os\n")
-    edit(code, "\nclass Experiment(BaseModule):\n", KILL)
-    edit(
-        code,
-        "        self.cfg.out.mkdir(exist_ok=True)\n",
-        "        return\n        self.cfg.out.mkdir(exist_ok=True)\n",
-    )
+@pytest.mark.examples
+def test_other_strategies_that_continue_change_nothing(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
+    """Two stages train, then one process continues, and then three stages."""
+    folder = experiment("shards")
+    writing = "        self.cfg.out.mkdir(exist_ok=True)\n"
+    edit(folder / "src" / "experiment.py", writing, f"        return\n{writing}")
     pipeline = ("cfg.strategy=pipeline", "cfg.fragments.microbatches=1", "cfg.checkpoint_every_steps=3")
     runs = [
         ("cfg.start_workers=1", "cfg.name=straight", "cfg.checkpoint_every_steps=3"),
@@ -553,12 +542,9 @@ def test_a_killed_stage_and_other_strategies_change_nothing(
         ("cfg.start_workers=1", "cfg.name=chain", "--resume=run_001", "cfg.max_steps=10"),
         ("cfg.start_workers=3", "cfg.name=chain", "--resume=run_001", "cfg.max_steps=null", *pipeline),
     ]
-    text = ""
     for overrides in runs:
         done = mlx(folder, "train", "run", *overrides)
         assert done.returncode == 0, done.stdout + done.stderr
-        text += done.stdout + done.stderr
-    assert f"rank 1 was killed by {signal.SIGKILL.name}" in text
     states = [open_run(folder / "runs" / name / "run_001").state() for name in ("straight", "chain")]
     wanted, found = (leaves({group: state[group] for group in ("models", "optimizers")}) for state in states)
     assert wanted.keys() == found.keys()
@@ -598,16 +584,3 @@ def test_a_run_in_half_precision_resumes_bit_for_bit(mlx: Mlx, sorter: Path) -> 
         assert done.returncode == 0, done.stdout + done.stderr
     straight, resumed = (open_run(sorter / "runs" / name / "run_001") for name in ("straight", "resumed"))
     assert differences(straight.state()["models"], resumed.state()["models"]) == []
-
-
-KILL = """
-
-def die_once(step):
-    marker = Path("killed")
-    if step == 5 and dist.is_initialized() and dist.get_rank() == 1 and not marker.exists():
-        marker.touch()
-        os.kill(os.getpid(), 9)
-
-
-class Experiment(BaseModule):
-"""

@@ -2,14 +2,13 @@
 
 import json
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import Mlx, Start, edit
-from faults import diary, differences, final_state, reports
+from faults import diary, differences, final_state, reports, wait_for
 from torch import nn
 
 from mlx_runtime import TrainConfig, open_run
@@ -77,7 +76,7 @@ def test_an_average_after_every_update_equals_ddp(mlx: Mlx, experiment: Callable
     assert {*numbers(folder, "run_003", "replicas/bytes")} == {4.0 * (6 * 16 + 16 + 2 * 16 + 2 * 16 + 16 + 1)}
 
 
-@pytest.mark.local
+@pytest.mark.kills
 def test_a_stopped_run_is_resumed_at_an_average(mlx: Mlx, start: Start, experiment: Callable[[str], Path]) -> None:
     """The stop waits for it, and the end of an epoch takes one. Each worker has its own states of optimizers."""
     folder = experiment("faults")
@@ -86,10 +85,7 @@ def test_a_stopped_run_is_resumed_at_an_average(mlx: Mlx, start: Start, experime
     assert {*numbers(folder, "run_001", "replicas/bytes")} == {4.0 * 2 * 16 + 2 * (6 * 16 + 16 + 2 * 16 + 16 + 1)}
     (folder / "diary").rename(folder / "before")
     stopped = start(folder, "train", "run", "cfg.num_epochs=2", "cfg.trackers={}", *options, "cfg.pause_s=0.5")
-    deadline = time.monotonic() + 120
-    while not any(note.get("step") == 4 for note in diary(folder)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: any(note.get("step") == 4 for note in diary(folder)), 120)
     stopped.send_signal(signal.SIGTERM)
     stopped.communicate(timeout=120)
     assert open_run(folder / "runs" / "faults" / "run_002").state()["global_step"] == 6
@@ -106,7 +102,7 @@ CUTS = ([[(0, 1), (2, 4)], [(0, 4)]], [[(0, 2), (3, 4)], [(0, 4)]])
 """First and last block of each stage of two pipelines, before and after they are cut again."""
 
 
-@pytest.mark.local
+@pytest.mark.examples
 def test_another_cut_at_an_average_changes_nothing(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
     """Not even the outer momentum. Plain SGD has no states of its own, of which only those of rank 0 would be kept."""
     folder = experiment("shards")

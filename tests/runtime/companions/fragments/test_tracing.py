@@ -1,6 +1,5 @@
 """Blocks of a model, and what each of them needs."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -70,30 +69,6 @@ def test_blocks_that_share_weights_are_one_with_those_between() -> None:
     assert [block.name for block in found.blocks] == ["embed", "last"]
     assert found.notes == ["embed and head share embed.weight, so all from one to the other are one block"]
     assert sum(block.parameters for block in found.blocks) == sum(item.numel() for item in net.parameters())
-
-
-class Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.03)
-        return gradient
-
-
-class Sleeper(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02)
-        found: torch.Tensor = Slow.apply(super().forward(x))
-        return found
-
-
-def test_time_is_measured_forward_and_backward() -> None:
-    found = trace(nn.Sequential(nn.Linear(4, 4), Sleeper(4, 4), nn.Linear(4, 4)), (torch.rand(ROWS, 4),)).blocks
-    assert found[1].seconds > 0.05
-    assert max(found[0].seconds, found[2].seconds) < 0.05
 
 
 def test_the_model_stays_as_it_is() -> None:

@@ -9,13 +9,12 @@ import json
 import os
 import re
 import shutil
-import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import Mlx, Start, edit
+from faults import wait_for
 from storages import files, put
 
 from mlx_runtime.companions.jobs import filling
@@ -272,22 +271,21 @@ def test_it_runs_in_parallel_on_ray_and_survives_a_dead_process(job: SimpleNames
     assert "mlx_runtime" not in done.stderr
 
 
-def test_an_error_of_the_users_is_told_with_item_and_line(job: SimpleNamespace, mlx: Mlx) -> None:
+@pytest.mark.parametrize(
+    ("statement", "error"),
+    [('ValueError(f"line {number} is blank")', "ValueError: line 2 is blank"), ("SystemExit(0)", "SystemExit: 0")],
+)
+def test_an_error_of_the_users_is_told_with_item_and_line(
+    job: SimpleNamespace, mlx: Mlx, statement: str, error: str
+) -> None:
+    """Also one that exits has not succeeded."""
+    text = '            raise ValueError(f"line {number} is blank")'
+    edit(job.project / "src" / "job.py", text, f"            raise {statement}")
     done = mlx(job.project, "data", "run", "text.fail_at=2")
     assert done.returncode == 1
-    error = done.stderr.splitlines()
-    line = 1 + JOB.splitlines().index('            raise ValueError(f"line {number} is blank")')
-    assert "error: ValueError: line 2 is blank (in item 2)" in error
-    assert f"  src/job.py:{line} in write_line" in error
+    assert f"error: {error} (in item 2)" in done.stderr.splitlines()
+    assert f"  src/job.py:{1 + JOB.splitlines().index(text)} in write_line" in done.stderr
     assert "Traceback" not in done.stderr
-    assert list(job.data.iterdir()) == []
-
-
-def test_a_job_that_exits_has_not_succeeded(job: SimpleNamespace, mlx: Mlx) -> None:
-    edit(job.project / "src" / "job.py", 'raise ValueError(f"line {number} is blank")', "raise SystemExit(0)")
-    done = mlx(job.project, "data", "run", "text.fail_at=2")
-    assert done.returncode == 1
-    assert "error: SystemExit: 0 (in item 2)" in done.stderr.splitlines()
     assert list(job.data.iterdir()) == []
 
 
@@ -335,38 +333,25 @@ def test_an_interrupted_job_resumes_with_its_finished_items(job: SimpleNamespace
 
 def test_a_job_is_stopped_by_its_name(job: SimpleNamespace, mlx: Mlx, start: Start) -> None:
     running = start(job.project, "data", "run", "text.sleep_s=0.3", "text.lines=1000")
-    until = time.monotonic() + 200
-    while not list(job.data.glob(".lines.part-*/lines/2.txt")) and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_for(lambda: list(job.data.glob(".lines.part-*/lines/2.txt")))
     done = mlx(job.project, "data", "stop", "lines")
     assert (done.returncode, done.stdout) == (0, "lines run_001 is STOPPED\n"), done.stderr
-    running.communicate(timeout=100)
-    assert running.returncode == 143
+    _, told = running.communicate(timeout=100)
+    assert (running.returncode, told) == (143, f"stopped; {job.made} was not created\n")
+    assert list(job.data.iterdir()) == []
     done = mlx(job.project, "data", "stop", "lines")
     assert (done.returncode, done.stderr) == (2, "error: lines run_001 is STOPPED; there is nothing to stop\n")
     assert mlx(job.project, "data", "logs", "lines", "-f").returncode == 143
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_job_that_is_ended_leaves_nothing_that_looks_whole(
-    job: SimpleNamespace, mlx: Mlx, start: Start, number: int, code: int
-) -> None:
-    mlx(job.project, "data", "bind")
+def test_a_killed_job_leaves_nothing_that_looks_whole(job: SimpleNamespace, mlx: Mlx, start: Start) -> None:
     running = start(job.project, "data", "run", "text.sleep_s=0.3", "text.lines=100")
-    until = time.monotonic() + 200
-    while not list(job.data.glob(".lines.part-*/lines/2.txt")) and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_for(lambda: list(job.data.glob(".lines.part-*/lines/2.txt")))
     assert not job.made.exists()
-    running.send_signal(number)
-    _, told = running.communicate(timeout=100)
-    assert running.returncode == code
+    running.kill()
+    running.wait()
     assert not job.made.exists()
-    if number == signal.SIGKILL:
-        shown = mlx(job.project, "data", "show").stdout
-        assert "(incomplete: its job is STALE)" in shown
-    else:
-        assert told == f"stopped; {job.made} was not created\n"
-        assert list(job.data.iterdir()) == []
+    assert "(incomplete: its job is STALE)" in mlx(job.project, "data", "show").stdout
     assert mlx(job.project, "data", "run").returncode == 0
     assert [path.name for path in job.data.iterdir()] == ["lines"]
 
@@ -376,18 +361,6 @@ def test_a_folder_outside_the_storage_is_refused(job: SimpleNamespace, mlx: Mlx,
     done = mlx(job.project, "data", "run", f"cfg.path='{path}'")
     assert done.returncode == 1
     assert "it must be a folder below the storage, like data/lines" in done.stderr
-
-
-def test_what_was_made_is_kept(job: SimpleNamespace, mlx: Mlx) -> None:
-    assert mlx(job.project, "data", "run").returncode == 0
-    before = (job.made / "lines" / "0.txt").read_text()
-    done = mlx(job.project, "data", "run", "cfg.start_workers=2")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {job.made} already exists, made 20")
-    assert "starting" not in done.stdout  # nothing is started to find out
-    assert (job.made / "lines" / "0.txt").read_text() == before
-    assert mlx(job.project, "data", "run", "cfg.overwrite=true", "text.lines=1").returncode == 0
-    assert len(list((job.made / "lines").iterdir())) == 1
 
 
 @pytest.mark.s3

@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import current_test
+from faults import wait_for
 from forkserver import Command, Commands
 
 from mlx_runtime.companions.kubernetes import driver
@@ -51,11 +51,8 @@ def test_a_deleted_pod_resumes_and_a_stopped_run_does_not(attempt: Attempt, tmp_
         return json.loads(run.record.read_text()) if run.record.exists() else {}
 
     def until_epoch(epoch: int, process: Command) -> None:
-        until = time.monotonic() + 300
-        while (record().get("latest") or {"epoch": -1})["epoch"] < epoch:
-            assert time.monotonic() < until
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.2)
+        wait_for(lambda: process.poll() is not None or (record().get("latest") or {"epoch": -1})["epoch"] >= epoch)
+        assert process.poll() is None, process.communicate()
 
     first = attempt()
     until_epoch(1, first)

@@ -37,9 +37,6 @@ OBJECTS = {
     "namespaces/team/persistentvolumeclaims/runs": named(
         "PersistentVolumeClaim", "runs", spec={"accessModes": ["ReadWriteMany"]}, status={"phase": "Bound"}
     ),
-    "namespaces/team/persistentvolumeclaims/disk": named(
-        "PersistentVolumeClaim", "disk", spec={"accessModes": ["ReadWriteOnce"]}, status={"phase": "Bound"}
-    ),
 }
 
 
@@ -157,7 +154,7 @@ def test_options_are_checked(options: dict[str, Any], root: str, secrets: tuple[
 
 
 PROGRAM = """\
-#!/usr/bin/env python3
+#!/usr/bin/env -S python3 -IS
 import json, pathlib, subprocess, sys
 root, words = pathlib.Path({root!r}), sys.argv[1:]
 if (root / "busy").exists():

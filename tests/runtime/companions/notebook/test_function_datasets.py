@@ -1,6 +1,5 @@
 """Datasets, folds, models and checkpoints that travel between a script and the workers of its function."""
 
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from conftest import Mlx
 from torch.utils.data import IterableDataset, TensorDataset
 
 from mlx_runtime import Trainer, open_run
-from mlx_runtime.companions.hub.detection import find_secrets
 from mlx_runtime.companions.notebook import inputs
 from mlx_runtime.companions.notebook.pickles import Captured
 from mlx_runtime.errors import StorageError, UsageError
@@ -150,17 +148,6 @@ class TestOnWorkers:
         runs = [open_run(found["folder"] / "runs" / "folded" / f"run_00{number}") for number in (1, 2, 3)]
         assert [run.config["cfg"]["fold"] for run in runs] == [[0, 3], [1, 3], [2, 3]]
 
-    def test_a_dataset_is_stored_once_and_named_by_its_content(self, found: Found) -> None:
-        """runs/.inputs/<SHA-256>"""
-        storage = found["folder"] / "runs"
-        cfgs = [open_run(storage / "resumable" / f"run_00{number}").config["cfg"] for number in (1, 2, 3)]
-        (file,) = {cfg["dataset_files"]["train"] for cfg in cfgs}
-        assert (storage / ".inputs" / file).is_file()
-        assert [item.name for item in (storage / ".inputs").iterdir() if item.name.startswith(".")] == []
-        conf = (storage / "resumable" / "run_001" / "conf.yaml").read_text()
-        assert file in conf
-        assert find_secrets(conf, "conf.yaml") == []
-
     def test_large_values_are_refused_in_one_line(self, found: Found) -> None:
         assert found["large"][1] == (
             "__main__.large returned a Tensor on rank 0 of 68.0 MB, and 64.0 MB is the maximum; save it with "
@@ -216,62 +203,3 @@ class TestFiles:
             inputs.load_dataset(str(tmp_path), file)
         with pytest.raises(StorageError, match=r"^'../other' is not the SHA-256 of a file"):
             inputs.load_dataset(str(tmp_path), "../other")
-
-
-STREAMS = """
-import json, os, ray
-import pandas as pd
-import ray.data
-from mlx_runtime import MlxError, Trainer, get_dataset_shard
-
-
-def read(config):
-    shard = get_dataset_shard()
-    loader = shard.iter_torch_batches(batch_size=8)
-    epochs = [[batch["id"].tolist() for batch in loader] for _ in range(2)]
-    return epochs, len(loader), len(list(shard)), len(shard)
-
-
-def refused(engine="auto", **options):
-    try:
-        Trainer(num_workers=2, engine=engine).run(read, {}, **options)
-    except MlxError as error:
-        return str(error)
-
-
-ray.init(address="local", include_dashboard=False)  # not the cluster of another test
-pd.DataFrame({"id": range(50)}).to_csv("rows.csv", index=False)
-rows = ray.data.read_csv(os.path.abspath("rows.csv"))
-found = {
-    "refused": [
-        refused(dataset={"val": ray.data.from_items([{"id": row} for row in range(4)])}),
-        refused("local", dataset=rows),
-    ],
-    "stream": Trainer(num_workers=2).run(read, {}, dataset=rows),
-}
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.cluster
-def test_datasets_of_ray_data_are_read_by_workers_of_ray(python: Mlx, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(STREAMS)
-    done = python(tmp_path, "script.py")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    (one, *sizes), (other, *_) = found["stream"]
-    for epoch in (0, 1):
-        assert sorted(itertools.chain(*one[epoch], *other[epoch])) == list(range(50))
-    assert one[0] != one[1]
-    assert sizes == [4, 25, 25]
-    cfg = open_run(tmp_path / "runs" / "read" / "run_001").config["cfg"]
-    assert cfg["engine"] == "ray"
-    assert cfg["dataset_files"]["train"].startswith("ray:")
-    elsewhere = (
-        "dataset is a Dataset of Ray Data, which the engine ray reads, without folds; for others, pass a list of "
-    )
-    assert found["refused"] == [
-        "dataset['val'] is a Dataset of Ray Data with its rows in memory; write them to files with "
-        "write_parquet(path), and pass ray.data.read_parquet(path)",
-        f"{elsewhere}its rows: dataset.take_all()",
-    ]

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EXPERIMENTS, Mlx
-from faults import cluster
+from faults import cluster, wait_for
 from leftovers import marked
 
 from mlx_runtime import (
@@ -297,10 +296,7 @@ def test_ctrl_c_stops_the_run_and_leaves_no_processes(tmp_path: Path, environmen
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=120)[0].endswith("STOPPED\n")
     assert [(folder / f"left_{rank}").exists() for rank in (0, 1)] == [True, True]  # they were not killed
-    until = time.monotonic() + 60
-    while marked(tmp_path) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert marked(tmp_path) == []
+    wait_for(lambda: not marked(tmp_path), 60)
 
 
 @pytest.mark.pure

@@ -5,17 +5,19 @@ tests/template/test_notebook.py covers the most important cases in an inner ring
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Script
+from faults import wait_for
 from leftovers import marked
 
 from mlx_runtime import BaseModule, open_run, run
 from mlx_runtime.errors import UsageError
+
+pytestmark = pytest.mark.kills
 
 SCRIPT = """
 import json, os, signal, threading, time
@@ -121,7 +123,6 @@ def status(folder: Path, name: str) -> tuple[str, bool]:
     return record["status"], record["latest"] is not None
 
 
-@pytest.mark.kills
 def test_a_run_yields_its_epochs_and_returns_its_outcome(found: dict[str, Any], folder: Path) -> None:
     place = folder / "runs" / "faults" / "run_001"
     assert [entry[:2] for entry in found["epochs"]] == [[0, 2], [1, 2]]
@@ -134,13 +135,11 @@ def test_a_run_yields_its_epochs_and_returns_its_outcome(found: dict[str, Any], 
     assert open_run(place).record["command"] == f"{sys.executable} script.py"
 
 
-@pytest.mark.kills
 def test_leaving_the_loop_stops_the_run_with_a_checkpoint(found: dict[str, Any], folder: Path) -> None:
     assert status(folder, "run_002") == ("STOPPED", True)
     assert open_run(folder / "runs/faults/run_002").record["pid"] not in found["inside"]  # even without workers
 
 
-@pytest.mark.kills
 def test_an_interrupted_run_stops_with_a_checkpoint_and_resumes(found: dict[str, Any], folder: Path) -> None:
     place = folder / "runs" / "faults" / "run_003"
     resume = f'run(Experiment, ["--resume={place}"])'
@@ -149,7 +148,6 @@ def test_an_interrupted_run_stops_with_a_checkpoint_and_resumes(found: dict[str,
     assert open_run(folder / "runs/faults/run_003").record["attempt"] == 2
 
 
-@pytest.mark.kills
 def test_a_listener_that_fails_at_every_event_stops_the_run_with_a_checkpoint(
     found: dict[str, Any], folder: Path
 ) -> None:
@@ -157,13 +155,11 @@ def test_a_listener_that_fails_at_every_event_stops_the_run_with_a_checkpoint(
     assert status(folder, "run_004") == ("STOPPED", True)
 
 
-@pytest.mark.kills
 def test_a_listener_may_stop_its_run(found: dict[str, Any], folder: Path) -> None:
     assert found["stopped"] == [True, "STOPPED"]
     assert status(folder, "run_005") == ("STOPPED", True)
 
 
-@pytest.mark.kills
 def test_what_cannot_train_is_refused_in_one_line(found: dict[str, Any]) -> None:
     (kind, own), (other, override) = found["refused"]
     assert (kind, other) == ("UsageError", "ConfigError")
@@ -171,7 +167,6 @@ def test_what_cannot_train_is_refused_in_one_line(found: dict[str, Any]) -> None
     assert override.startswith("override cfg.num_epoch=3: there is no key 'cfg.num_epoch' in src/conf.yaml.")
 
 
-@pytest.mark.kills
 def test_later_runs_start_warm_and_see_edits(found: dict[str, Any], folder: Path) -> None:
     assert found["warm"]
     kind, text, hint = found["failed"]
@@ -181,7 +176,6 @@ def test_later_runs_start_warm_and_see_edits(found: dict[str, Any], folder: Path
     assert open_run(place).config["cfg"]["debug"]["overfit_batches"] == 1
 
 
-@pytest.mark.kills
 def test_a_killed_run_is_named_and_another_environment_has_another_server(found: dict[str, Any]) -> None:
     assert found["killed"] == ["FAILED", "the process of the run was killed by SIGKILL (out of memory?)"]
     assert found["others"] == [False, 1]
@@ -208,7 +202,6 @@ for epoch in run(Experiment, ["cfg.num_epochs=500", "cfg.pause_s=0.01"]):
 """
 
 
-@pytest.mark.kills
 def test_a_killed_kernel_leaves_no_processes(
     make_in: Callable[[str, Path], Path], tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -221,8 +214,5 @@ def test_a_killed_kernel_leaves_no_processes(
         assert process.stdout is not None
         place = process.stdout.readline().strip()
         process.kill()
-    until = time.monotonic() + 60
-    while marked(tmp_path) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert marked(tmp_path) == []
+    wait_for(lambda: not marked(tmp_path), 60)
     assert open_run(place).record["status"] == "RUNNING"  # STALE, once its heartbeat is old

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from clusters import RayCluster, free_ports
+from clusters import free_ports
 from conftest import Mlx, Start, edit
 from faults import wait_for
 
@@ -24,11 +24,10 @@ pytestmark = pytest.mark.local
 PREPARE = ("--prepare-batches", "cfg.num_epochs=1", "cfg.only=train")
 
 READ = """
-        import os, sys
-        rank, ray = os.environ.get("RANK", "driver"), sys.modules.get("ray")
-        node = ray.get_runtime_context().get_node_id() if ray and ray.is_initialized() else ""
+        import os
+        rank = os.environ.get("RANK", "driver")
         with open("READ", "a") as file:
-            file.write(f"{rank} {index} {os.getpid()} {node}\\n")
+            file.write(f"{rank} {index} {os.getpid()}\\n")
         time.sleep(self.slow_s * (rank != "driver"))
 """
 """What a dataset does for each row."""
@@ -55,10 +54,10 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def reads(folder: Path) -> list[tuple[str, int, int, str]]:
-    """Return rank, row, process and node of each row that was read."""
+def reads(folder: Path) -> list[tuple[str, int, int]]:
+    """Return rank, row and process of each row that was read."""
     lines = [line.split(" ") for line in (folder / "read.txt").read_text().splitlines()]
-    return [(rank, int(row), int(pid), node) for rank, row, pid, node in lines]
+    return [(rank, int(row), int(pid)) for rank, row, pid in lines]
 
 
 def prepared_files(folder: Path) -> list[str]:
@@ -90,6 +89,7 @@ def test_every_worker_reads_its_share(folder: Path, mlx: Mlx) -> None:
         "datasets.train.rows=1003",
         "cfg.elastic.hang_timeout_s=1",
         "cfg.start_workers=3",
+        "cfg.debug.limit_batches=2",
     )
     done = mlx(folder, "train", "run", *PREPARE, *slow)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
@@ -129,12 +129,12 @@ def test_workers_that_read_other_rows_are_refused(folder: Path, mlx: Mlx, change
 
 
 @pytest.mark.kills
-@pytest.mark.parametrize(("stop", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("mlx xp stop", 143)])
+@pytest.mark.parametrize(("stop", "code"), [("SIGINT", 130), ("mlx xp stop", 143)])
 def test_a_stop_ends_preparing_at_once(folder: Path, mlx: Mlx, start: Start, stop: str, code: int) -> None:
     process = start(folder, "train", "run", *PREPARE, "datasets.train.slow_s=0.3", "datasets.train.rows=100000")
     wait_for(lambda: preparing(folder))
-    if stop.startswith("SIG"):
-        process.send_signal(getattr(signal, stop))
+    if stop == "SIGINT":
+        process.send_signal(signal.SIGINT)
     else:
         assert mlx(folder, "xp", "stop", "kinds", "run_001").returncode == 0
     out, error = process.communicate(60)
@@ -153,14 +153,14 @@ def test_a_killed_worker_is_replaced_and_a_killed_driver_leaves_nothing(folder: 
     wait_for(lambda: list(store.rglob("*.npy")))
     process.kill()
     process.wait()
-    wait_for(lambda: all(start_time_of(pid) is None for _, _, pid, _ in reads(folder)))
+    wait_for(lambda: all(start_time_of(pid) is None for _, _, pid in reads(folder)))
     assert {"sample", "npy"} <= {name.rpartition(".")[2] for name in prepared_files(folder)}  # not removed by anybody
     for file in store.rglob("*"):
         os.utime(file, (0, 0))  # later, they do not count as in use
     (folder / "read.txt").unlink()
     process = start(folder, "train", "run", *PREPARE, *slow)
     wait_for(lambda: preparing(folder))
-    os.kill(next(worker_of(pid) for rank, _, pid, _ in reads(folder) if rank == "1"), signal.SIGKILL)
+    os.kill(next(worker_of(pid) for rank, _, pid in reads(folder) if rank == "1"), signal.SIGKILL)
     out, error = process.communicate(120)
     assert process.returncode == 0, out + error
     assert "lost      rank 1: " in out
@@ -172,23 +172,6 @@ def worker_of(pid: int) -> int:
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     rank = [item for item in Path(f"/proc/{parent}/environ").read_text().split("\0") if item.startswith("RANK=")]
     return parent if rank == ["RANK=1"] else pid
-
-
-@pytest.mark.cluster
-@pytest.mark.timeout(900)
-def test_workers_on_all_nodes_of_a_launched_run_read(folder: Path, mlx: Mlx, environment: dict[str, str]) -> None:
-    with RayCluster(environment) as nodes:
-        for _ in range(2):
-            nodes.add()
-        nodes.wait(2)
-        storage = f"cfg.storage_path={folder / 'runs'}"
-        done = mlx(folder, "train", "launch", "-f", *PREPARE, storage, RAY_ADDRESS=nodes.url)
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts: dict[str, int] = {}
-    for rank, _, _, node in reads(folder):
-        counts[node] = counts.get(node, 0) + (rank != "driver")
-    assert len([node for node, count in counts.items() if node and count > 20]) == 2, counts
-    check(folder)
 
 
 @pytest.mark.examples

@@ -1,12 +1,12 @@
 """`mlx` with a real cluster: a head and two raylets on loopback, with a token.
 
-All tests share the cluster, with different runs or jobs; the last one kills the head. `test_cluster_*.py`
-have others.
+All tests share the cluster, with different runs or jobs; the last one kills the head. `test_cluster_folder.py`
+has another one.
 """
 
 import contextlib
-import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -14,13 +14,15 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_users import LONG, TOKEN, User, until
+from cluster_users import LONG, TOKEN, User
 from clusters import RayCluster
-from conftest import KEYS, edit
+from conftest import KEYS, Mlx, edit
+from faults import differences, final_state, wait_for
 
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.dashboard import Dashboard
@@ -35,10 +37,10 @@ STEP = "self.scheduler.step()"
 
 @pytest.fixture(scope="module")
 def launched(user: User, ray_cluster: RayCluster) -> "subprocess.CompletedProcess[str]":
-    """A run of three epochs, launched without a conf.yaml, and followed to its end."""
+    """A run of three epochs that prepares its datasets, launched without a conf.yaml, and followed to its end."""
     (user.folder / "src" / "conf.yaml").unlink()
     return subprocess.run(
-        ["make", "-s", "launch", f"RAY_ADDRESS={ray_cluster.url}", "ARGS=-f cfg.num_epochs=3"],
+        ["make", "-s", "launch", f"RAY_ADDRESS={ray_cluster.url}", "ARGS=-f cfg.num_epochs=3 --prepare-batches"],
         cwd=user.folder,
         env=user.environment,
         capture_output=True,
@@ -67,6 +69,8 @@ class TestOneRun:
             assert line in launched.stdout.splitlines()
         assert re.search(r"^ *3/3 ", launched.stdout, re.MULTILINE)
         assert launched.stderr == ""
+        assert "datasets.train is prepared: " in launched.stdout
+        assert "train" in user.record()["prepared"]
 
     def test_no_secret_shows(
         self, launched: "subprocess.CompletedProcess[str]", ray_cluster: RayCluster, user: User
@@ -85,7 +89,7 @@ class TestOneRun:
         dashboard = Dashboard.connect(Address(ray_cluster.url, "here"))
         command = ["python", "-c", "import mlx_runtime; print(mlx_runtime.__file__)"]
         dashboard.submit("where", JobSpec(command, Upload.of(user.folder)))
-        until(lambda: dashboard.state("where").ended)
+        wait_for(lambda: dashboard.state("where").ended)
         assert "/runtime_resources/" in dashboard.log("where")
 
 
@@ -209,8 +213,83 @@ def test_a_run_on_an_object_store(user: User, ray_cluster: RayCluster, s3: str) 
     assert re.search(r"^ *2/2 ", kept.decode(), re.MULTILINE)
 
 
+def test_a_killed_driver_resumes_as_if_nothing_had_happened(
+    launched: object, user: User, ray_cluster: RayCluster
+) -> None:
+    words = ("--name=killed", "--retries=1", "cfg.num_epochs=3", "cfg.checkpoint_every_steps=5")
+    done = user.types("train", "launch", "--ray-address", ray_cluster.url, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wait_for(lambda: user.record(name="killed").get("latest"))
+    os.kill(user.record(name="killed")["pid"], signal.SIGKILL)
+    log = user.types("xp", "logs", "killed", "run_001")  # follows both drivers
+    assert log.returncode == 0, log.stdout + log.stderr
+    assert "retry     the driver was killed by SIGKILL (out of memory?); retry 1 of 1 begins at " in log.stdout
+    record, runs = user.record(name="killed"), user.folder / "runs"
+    assert (record["status"], record["attempt"], record["epoch"]) == ("SUCCEEDED", 2, 2)
+    (first,) = json.loads(user.types("xp", "ls", "killed", "--json").stdout)[0]["attempts"]
+    assert (first["status"], first["error"]) == ("FAILED", "the driver was killed by SIGKILL (out of memory?)")
+    assert first["job"] == record["job"]
+    assert differences(final_state(runs / "digits/run_001"), final_state(runs / "killed/run_001")) == []
+
+
+def test_a_stopped_data_job_resumes_with_its_finished_items(
+    ray_cluster: RayCluster, baked_job: Path, mlx: Mlx, tmp_path: Path
+) -> None:
+    """All items but the first wait for a file, in two tasks at a time."""
+    shards = Path(shutil.copytree(baked_job, tmp_path / "shards"))
+    assert mlx(shards, "data", "bind").returncode == 0
+    types = partial(mlx, shards, RAY_AUTH_TOKEN=TOKEN, RAY_ADDRESS=ray_cluster.url)
+    job, load = shards / "src" / "job.py", "        digits = load_digits()\n"
+    edit(job, load, f"        while first and not Path({str(shards / 'go')!r}).exists(): time.sleep(0.1)\n{load}")
+    edit(job, "import io\n", "import io\nimport time\nfrom pathlib import Path\n")
+    done = types("data", "launch", "images.per_shard=600")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "follow    mlx data logs shards run_001" in done.stdout.splitlines()
+    assert "stop      mlx data stop shards run_001" in done.stdout.splitlines()
+    items = shards / "storage/.jobs/shards/run_001/logs/items.jsonl"
+    wait_for(lambda: items.exists() and items.read_text().endswith("\n"))
+    done = types("data", "stop", "shards")
+    assert (done.returncode, done.stdout) == (0, "shards run_001 is STOPPED\n"), done.stderr
+    job = json.loads(types("data", "ls", "--json").stdout)[0]["job"]["id"]  # other jobs have had this name
+    wait_for(lambda: ray_cluster.get(f"/api/jobs/{job}")["status"] == "STOPPED")
+    log = types("data", "logs", "shards", "--follow")
+    assert log.returncode == 143
+    assert "kept      1 finished item; to continue: mlx data launch --resume images.per_shard=600" in log.stdout
+    (shards / "go").touch()
+    done = types("data", "launch", "--resume", "-f", "images.per_shard=600")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed   1 finished item" in done.stdout.splitlines()
+    made = shards / "storage" / "data" / "shards"
+    assert json.loads((made / "index.json").read_text())["rows"] == [600, 600, 597]
+    assert sorted(file.name for file in made.iterdir())[2:] == [
+        f"shard_{number:04d}_{part}.npy" for number in range(3) for part in ("images", "labels")
+    ]
+    (row,) = json.loads(types("data", "ls", "--json").stdout)
+    assert (row["status"], [item["status"] for item in row["attempts"]]) == ("SUCCEEDED", ["STOPPED"])
+
+
+def test_the_runs_of_a_sweep_are_those_of_folds(user: User, ray_cluster: RayCluster) -> None:
+    """The driver of a sweep is a job, which splits the rows; the workers of its trials start on the cluster."""
+    words = ("cfg.name=tuning", "cfg.num_epochs=3", "cfg.start_workers=1", "tools.early_stopping.patience=1000")
+    options = ("--folds", "2", "--name", "shared", "--parallel", "2")
+    done = user.types("train", "launch", "--sweep", "--ray-address", ray_cluster.url, *words, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "job       tuning-sweep_shared" in done.stdout.splitlines()
+    wait_for(lambda: user.record("sweep_shared", "tuning")["status"] not in ("PENDING", "RUNNING"), 400)
+    sweep = user.record("sweep_shared", "tuning")
+    assert sweep["status"] == "SUCCEEDED"
+    runs = [user.record(run, "tuning") for trial in sweep["trials"] for run in trial["runs"]]
+    ends = [(run["status"], run["epoch"], run["engine"]["used"]) for run in runs]
+    assert ends == [("SUCCEEDED", 2, "ray")] * 2
+    assert runs[1]["start"] < runs[0]["end"]
+    assert [(run["fold"]["fold"], run["fold"]["folds"]) for run in runs] == [(0, 2), (1, 2)]
+    assert len({run["fold"]["rows"] for run in runs}) == 2
+    table = user.types("xp", "logs", "tuning", "sweep_shared", "--no-follow").stdout
+    assert re.search(r"^best +trial 1, val/accuracy 0\.\d+ ± 0\.\d+ \(epoch \d+\)$", table, re.MULTILINE)
+
+
 @pytest.fixture(scope="class")
-def long_run(user: User, ray_cluster: RayCluster, request: pytest.FixtureRequest) -> Iterator[Proxy]:
+def long_run(user: User, ray_cluster: RayCluster) -> Iterator[Proxy]:
     """`run_002`, launched through a proxy; it never ends by itself, and leaves the cores to the tests."""
     edit(user.folder / "src" / "experiment.py", STEP, f"{STEP}, __import__('time').sleep(0.02)")
     proxy = Proxy(ray_cluster.dashboard)
@@ -220,43 +299,11 @@ def long_run(user: User, ray_cluster: RayCluster, request: pytest.FixtureRequest
     proxy.close()
 
 
-class TestSweep:
-    """A sweep whose driver is a job: its trials start there, and their workers on the cluster."""
-
-    SHORT = ("cfg.name=tuning", "tools.early_stopping.patience=1000")
-
-    def test_its_runs_are_those_of_folds(self, user: User, ray_cluster: RayCluster) -> None:
-        """The job splits the rows; all runs of a fold hold out the same ones."""
-        grid = ("optimizers.adam.lr=1e-3,1e-2", "cfg.num_epochs=3", "cfg.start_workers=1", "--folds", "2")
-        words = (*self.SHORT, *grid, "--name", "shared", "--parallel", "2")
-        done = user.types("train", "launch", "--sweep", "--ray-address", ray_cluster.url, *words)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "job       tuning-sweep_shared" in done.stdout.splitlines()
-        until(lambda: user.record("sweep_shared", "tuning")["status"] not in ("PENDING", "RUNNING"), 400)
-        assert user.record("sweep_shared", "tuning")["status"] == "SUCCEEDED"
-        runs = [user.record(run, "tuning") for run in self.runs(user, "shared")]
-        ends = [(run["status"], run["epoch"], run["engine"]["used"]) for run in runs]
-        assert ends == [("SUCCEEDED", 2, "ray")] * 4
-        assert min(run["start"] for run in runs[1:]) < runs[0]["end"]
-        held_out = [run["fold"]["rows"] for run in runs[:2]]
-        assert len({*held_out}) == 2
-        for run, (lr, fold) in zip(runs, itertools.product(("0.001", "0.01"), range(2)), strict=True):
-            assert run["sweep"]["values"] == {"optimizers.adam.lr": lr}
-            assert run["fold"] == {"fold": fold, "folds": 2, "rows": held_out[fold]}
-        table = user.types("xp", "logs", "tuning", "sweep_shared", "--no-follow").stdout
-        assert re.search(r"^best +trial \d, val/accuracy 0\.\d+ ± 0\.\d+ \(epoch \d+\)$", table, re.MULTILINE)
-
-    @staticmethod
-    def runs(user: User, name: str) -> list[str]:
-        """Return the names of the runs that a sweep has begun."""
-        return [run for trial in user.record(f"sweep_{name}", "tuning")["trials"] for run in trial["runs"] if run]
-
-
 class TestALongRun:
     """A launch that is followed, disconnected, stopped and resumed; in the end the cluster dies."""
 
     def test_a_log_outlives_dropped_connections(self, long_run: Proxy, user: User) -> None:
-        until(lambda: user.record("run_002").get("epoch") or 0)
+        wait_for(lambda: user.record("run_002").get("epoch") or 0)
         address = f"http://127.0.0.1:{long_run.port}"
         follower = user.starts("xp", "logs", "-f", "digits", "run_002", RAY_ADDRESS=address)
         assert follower.stdout is not None
@@ -269,9 +316,9 @@ class TestALongRun:
 
         try:
             for _ in range(3):
-                seen = len(until(epochs))
+                seen = len(wait_for(epochs))
                 long_run.cut()
-                until(lambda seen=seen: len(epochs()) > seen + 3)
+                wait_for(lambda seen=seen: len(epochs()) > seen + 3)
         finally:
             follower.send_signal(signal.SIGINT)
         assert follower.wait(120) == 130
@@ -295,11 +342,11 @@ class TestALongRun:
         epoch = user.record("run_002")["latest"]["epoch"]
         last = user.types("xp", "logs", "-f", "digits", "run_002", "--tail", "1")
         assert last.returncode == 143
-        until(lambda: ray_cluster.get("/api/jobs/digits-run_002")["status"] == "STOPPED")
+        wait_for(lambda: ray_cluster.get("/api/jobs/digits-run_002")["status"] == "STOPPED")
         done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--resume", "run_002")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "job       digits-run_002.2" in done.stdout
-        until(lambda: user.record("run_002").get("epoch", 0) > epoch)
+        wait_for(lambda: user.record("run_002").get("epoch", 0) > epoch)
         record = user.record("run_002")
         assert (record["status"], len(record["attempts"])) == ("RUNNING", 1)
         assert record["attempts"][0]["job"]["id"] == "digits-run_002"
@@ -310,7 +357,7 @@ class TestALongRun:
         ray_cluster.kill_head()
         rows = {row["run"]: row for row in json.loads(user.types("xp", "ls", "digits", "--json").stdout)}
         assert rows["run_001"]["status"] == "SUCCEEDED"
-        until(lambda: "STALE" in user.types("xp", "ls", "digits", "--status", "STALE").stdout)
+        wait_for(lambda: "STALE" in user.types("xp", "ls", "digits", "--status", "STALE").stdout)
         log = user.types("xp", "logs", "digits", "run_002")
         assert log.returncode == 1  # the run did not end as it should
         assert log.stderr.endswith("Resume: mlx train launch --resume=digits/run_002\n")

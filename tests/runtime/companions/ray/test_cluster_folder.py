@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_users import LONG, User, tags, until
+from cluster_users import LONG, User, tags
 from clusters import RayCluster, free_ports
+from faults import wait_for
 from transcripts import check_transcript
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -133,7 +134,7 @@ class TestAFolderOfTheCluster:
             jobs = [job for job in ray_cluster.get("/api/jobs/") if job["metadata"].get("mlx") == "command"]
             return [job["submission_id"] for job in jobs if job["status"] in ("PENDING", "RUNNING")]
 
-        until(lambda: not reading())
+        wait_for(lambda: not reading())
         assert json.loads(far("xp", "ls", "long", "--json")[1])[0]["status"] == "RUNNING"
         assert far("xp", "stop", "long", "latest")[:2] == (0, "long run_001 is STOPPED\n")
 
@@ -185,7 +186,7 @@ class TestAFolderOfTheCluster:
         port = free_ports(1)[0]
         server = laptop("xp", "board", "digits", "run_001", "--port", str(port))
         try:
-            until(lambda: "val/accuracy" in tags(port).get(".", {}), 180)
+            wait_for(lambda: "val/accuracy" in tags(port).get(".", {}), 180)
         finally:
             server.terminate()
             server.communicate()

@@ -2,13 +2,13 @@
 
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from clusters import RayCluster
+from faults import wait_for
 from forkserver import Commands
 
 from mlx_runtime.companions.ray.worker import check_storage
@@ -50,13 +50,6 @@ def test_runs_wait_for_nodes_and_for_each_other(
         found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
         return found
 
-    def until(what: Callable[[], Any]) -> Any:
-        end = time.monotonic() + 400
-        while not (found := what()):
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        return found
-
     long = ("cfg.num_epochs=100000", "tools.early_stopping.patience=1000000", "cfg.keep_checkpoints=1")
     elastic = ("cfg.start_workers=3", "cfg.elastic.min_workers=2", "cfg.elastic.wait_s=3")
     types("train", "launch", "cfg.name=first", *elastic, *long)
@@ -68,15 +61,15 @@ def test_runs_wait_for_nodes_and_for_each_other(
             reasons.append(found["waits_for"])
         return found.get("latest") is not None
 
-    until(first_runs)
+    wait_for(first_runs)
     assert re.match("2 CPUs, [01] free; the autoscaler was asked for them", reasons[0])  # a node may be there
     assert record("first")["workers"] == 2
     assert "in Ray cluster with 0 CPUs, which grows\n" in types("xp", "logs", "first", "--no-follow")
 
     types("train", "launch", "cfg.name=second", *long)
     waiting = "s for 2 CPUs, 0 free; the autoscaler"
-    until(lambda: waiting in types("xp", "ls", "second"))
+    wait_for(lambda: waiting in types("xp", "ls", "second"))
     assert types("xp", "stop", "first", "latest") == "first run_001 is STOPPED\n"
-    until(lambda: record("second").get("latest"))
+    wait_for(lambda: record("second").get("latest"))
     types("xp", "stop", "second", "latest")
     growing.wait(0)  # the request is withdrawn

@@ -1,8 +1,6 @@
 """The private API of Ray that private.py uses. A version of Ray that changes it fails here, not in a run."""
 
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +9,7 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
+from conftest import Mlx
 from ray._private import auto_init_hook
 from ray._private.state import state
 from ray.train.v2._internal.execution import train_fn_utils
@@ -71,12 +70,12 @@ class TestWorkerFunctions:
 
 
 @pytest.mark.process
-def test_a_version_of_ray_without_it_is_named(tmp_path: Path) -> None:
-    script = (
+def test_a_version_of_ray_without_it_is_named(python: Mlx, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
         "import ray.train.torch, sys\nsys.modules['ray.train.v2._internal.execution.train_fn_utils'] = None\n"
         "from mlx_runtime import clean_exit\nwith clean_exit():\n import mlx_runtime.companions.ray.private_train"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = python(tmp_path, "script.py")
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: Ray {ray.__version__} lacks a part of the private API of Ray 2.60: ")
     assert done.stderr.endswith('; type: pip install "ray==2.60.*"\n')

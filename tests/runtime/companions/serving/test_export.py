@@ -2,16 +2,20 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Mlx, edit
+from conftest import Mlx, Start, edit
+from faults import wait_for
+from forkserver import Command
 from safetensors.torch import load_file
 
 from mlx_runtime import load_export, open_run
@@ -104,28 +108,43 @@ def test_a_loaded_export_answers_like_the_run(here: Path) -> None:
         answers([{"ids": [1], "mask": [True]}])
 
 
+def test_its_folder_is_served_beside_the_run(trained: Path, start: Start) -> None:
+    process = start(trained, "serve", "run", NAME, "run=exports/run_001", "--port", "0")
+    assert isinstance(process, Command)
+    wait_for(lambda: "\ncurl " in process.output() or process.poll() is not None)
+    url = re.findall(r"^http\S+", process.output(), re.MULTILINE)[0]
+    example = urllib.request.urlopen(f"{url}/example").read()
+    found = []
+    for name in (NAME, "run"):
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/models/{name}/predict", example, headers)
+        found.append(json.load(urllib.request.urlopen(request))["outputs"][0])
+    assert found[0]["scores"] == pytest.approx(found[1]["scores"], rel=1e-4)
+
+
+def flip_the_last_byte(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+
+
+def replace_by_a_pipe(file: Path) -> None:
+    """Reading it would block forever."""
+    file.unlink()
+    os.mkfifo(file)
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("program.pt2", b"\xff", "program.pt2 is damaged: it is not the file that was exported"),
-        ("export.json", None, "is not an export: it has no export.json"),
+        ("program.pt2", flip_the_last_byte, "program.pt2 is damaged: it is not the file that was exported"),
+        ("export.json", Path.unlink, "is not an export: it has no export.json"),
+        ("schema.json", replace_by_a_pipe, "cannot read .*schema.json: .*not a regular file"),
     ],
 )
-def test_a_damaged_export_is_refused(here: Path, file: str, damage: bytes | None, message: str) -> None:
-    path = here / NAME / file
-    path.unlink() if damage is None else path.write_bytes(path.read_bytes()[:-1] + damage)
+def test_a_damaged_export_is_refused(here: Path, file: str, damage: Callable[[Path], None], message: str) -> None:
+    damage(here / NAME / file)
     with pytest.raises((StorageError, UsageError), match=message) as raised:
         load_export(here / NAME)
     assert "\n" not in str(raised.value)
-
-
-def test_a_pipe_in_place_of_a_file_is_refused(here: Path) -> None:
-    """Reading it would block forever."""
-    file = "schema.json"
-    (here / NAME / file).unlink()
-    os.mkfifo(here / NAME / file)
-    with pytest.raises(StorageError, match=f"cannot read .*{file}: .*not a regular file"):
-        load_export(here / NAME)
 
 
 def test_an_export_replaces_only_an_export_and_only_with_force(here: Path) -> None:

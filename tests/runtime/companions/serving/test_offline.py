@@ -2,12 +2,8 @@
 
 import fcntl
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 from conftest import Mlx, Start, edit
+from faults import wait_for
 from pyarrow import parquet
 
 from mlx_runtime import open_run
@@ -75,17 +72,6 @@ class Broken(Digits):
         if index == 13:
             raise ValueError("no such scan")
         return super().__getitem__(index)
-
-
-class Bright(Digits):
-    """A row that the schema refuses but predict answers, followed by one that predict refuses."""
-
-    def __init__(self):
-        super().__init__(split="test")
-        self.images[1] = float("nan")
-        self.images[2] = 99
-
-
 '''
 
 CHECKED_PREDICT = '''    def predict(self, batch):
@@ -246,42 +232,28 @@ def slow(trained: Path) -> Iterator[Path]:
         path.unlink()
 
 
-def wait_for_part(output: Path) -> None:
-    limit = time.monotonic() + 240
-    while not parts_of(output):
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-
-
 @pytest.mark.kills
-@pytest.mark.parametrize(("number", "workers", "code"), [(signal.SIGKILL, 2, -9), (signal.SIGINT, 1, 130)])
 def test_an_interrupted_command_continues(
-    number: int,
-    workers: int,
-    code: int,
-    slow: Path,
-    start: Start,
-    quick: Callable[..., Path],
-    run: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    slow: Path, start: Start, quick: Callable[..., Path], run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """After Ctrl-C, and then after it was killed with two workers."""
     output = tmp_path / "out.parquet"
     same = {"dataset": "src.more.Slow", "batch_size": 2}
     command = ("--code", "stored", "--dataset", str(same["dataset"]), "--batch-size", "2", "-o", str(output))
-    process = start(slow, "train", "predict", run, *command, "--workers", str(workers))
-    wait_for_part(output)
-    os.kill(process.pid, number)
+    process = start(slow, "train", "predict", run, *command)
+    wait_for(lambda: parts_of(output), 240)
+    process.send_signal(signal.SIGINT)
+    stderr = process.communicate(timeout=120)[1]
+    assert (process.returncode, "to continue, type the same command again" in stderr) == (130, True), stderr
+    interrupted = len(parts_of(output))
+    process = start(slow, "train", "predict", run, *command, "--workers", "2")
+    wait_for(lambda: len(parts_of(output)) > interrupted, 240)
+    process.kill()
     process.wait()
-    assert process.returncode == code
-    if code > 0:
-        stderr = process.communicate()[1]
-        assert "to continue, type the same command again" in stderr, stderr
+    wait_for(lambda: not any(running(pid) for pid in readers(slow)), 120)  # they end with what started them
+    with output.with_name(f".{output.name}.parts").joinpath("lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the process that started them has ended, too
     assert not output.exists()
-    if number == signal.SIGKILL:
-        wait_until_gone(slow)
-        with output.with_name(f".{output.name}.parts").joinpath("lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the process that started them has ended, too
     (slow / "slow").unlink()
     rows = sum(int(path.stem.partition("-")[2]) for path in parts_of(output))
     assert 0 < rows < 270
@@ -291,14 +263,9 @@ def test_an_interrupted_command_continues(
     assert output.read_bytes() == whole.read_bytes()
 
 
-def wait_until_gone(folder: Path) -> None:
-    """Wait for the end of the processes that have read rows: they end with the one that started them."""
-    pids = [int(path.name.partition("_")[2]) for path in folder.glob("reader_*")]
-    assert pids
-    limit = time.monotonic() + 120
-    while any(running(pid) for pid in pids):
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+def readers(folder: Path) -> list[int]:
+    """Return the processes that have read rows."""
+    return [int(path.name.partition("_")[2]) for path in folder.glob("reader_*")]
 
 
 def running(pid: int) -> bool:
@@ -314,11 +281,6 @@ ERRORS: dict[str, tuple[dict[str, Any], type[MlxError], str]] = {
         {"dataset": "src.more.Broken"},
         DatasetError,
         r"cannot be read: ValueError: no such scan \(while reading sample 13 ",
-    ),
-    "a row of a dataset": (
-        {"dataset": "src.more.Bright"},
-        PredictError,
-        r"src.more.Bright: row 2: predict failed: ValueError: too bright",
     ),
     "no such checkpoint": ({"checkpoint": "epoch_0009"}, UsageError, "has no checkpoint epoch_0009"),
 }
@@ -366,11 +328,11 @@ except MlxError as error:
 
 
 @pytest.mark.kills
-def test_a_full_disk(run: str, images: np.ndarray, tmp_path: Path) -> None:
+def test_a_full_disk(python: Mlx, run: str, images: np.ndarray, tmp_path: Path) -> None:
     table = pa.table({"image": images.tolist(), "id": [f"{number:01000d}" for number in range(270)]})
     parquet.write_table(table, tmp_path / "in.parquet")
-    command = [sys.executable, "-c", IN_A_PROCESS, run, str(tmp_path), str(1 << 17)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    (tmp_path / "limited.py").write_text(IN_A_PROCESS)
+    done = python(tmp_path, "limited.py", run, str(tmp_path), str(1 << 17))
     output = tmp_path / "out.parquet"
     assert done.returncode == StorageError.exit_code
     wanted = f"StorageError cannot write {output}: File too large; to continue, type the same"

@@ -124,15 +124,6 @@ def test_a_run_answers_while_a_block_runs(script: Any, trained: Path) -> None:
     assert len(done["outputs"]) == 1
 
 
-def test_the_folder_of_an_export_is_served(run: Run, mlx: Mlx, trained: Path, tmp_path: Path) -> None:
-    done = mlx(trained, "xp", "export", "digits", "run_001", "-o", str(tmp_path / "export"))
-    assert done.returncode == 0, done.stderr
-    _, lines = run(str(tmp_path / "export"), "run=digits/run_001")
-    example = urllib.request.urlopen(f"{url_of(lines)}/example").read()
-    one, other = (ask(f"{url_of(lines)}/models/{name}/predict", example)["outputs"][0] for name in ("export", "run"))
-    assert one["probabilities"] == pytest.approx(other["probabilities"], rel=1e-4)
-
-
 def test_bad_commands_end_with_one_line(mlx: Mlx, trained: Path) -> None:
     file = trained / "src" / "experiment.py"
     text = file.read_text()

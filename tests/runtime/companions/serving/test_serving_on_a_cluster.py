@@ -6,7 +6,6 @@ All tests share the cluster and its application, in the order in which a user wo
 import json
 import shutil
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -20,6 +19,7 @@ import pytest
 import torch
 from clusters import RayCluster, cluster, free_ports
 from conftest import Mlx
+from faults import wait_for
 
 from mlx_runtime import open_run
 
@@ -27,8 +27,6 @@ TOKEN = "token-of-the-serve-cluster-0123456789abcdef"
 SECRET = "token-of-the-clients-of-the-model"
 
 FIRST, SECOND = "epoch_0001", "epoch_0002"
-
-WAIT_S = 300
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -120,14 +118,6 @@ def load(model: Model, allowed: list[list[list[float]]]) -> Iterator[Counter[str
         print(counts)
 
 
-def until(what: Callable[[], Any]) -> Any:
-    end = time.monotonic() + WAIT_S
-    while not (found := what()):
-        assert time.monotonic() < end, f"not within {WAIT_S} s"
-        time.sleep(0.2)
-    return found
-
-
 def test_it_answers_like_predict_after_the_command_has_ended(model: Model) -> None:
     done = model.types("launch", "digits", "--checkpoint", FIRST, "--port", f"{model.port}", MLX_SERVE_TOKEN=SECRET)
     assert done.returncode == 0
@@ -162,11 +152,11 @@ def test_another_launch_replaces_the_model_without_failing_a_request(model: Mode
     assert (open_to_all.returncode, "clients of digits need a token: " in open_to_all.stderr) == (2, True)
     both = [model.expected(FIRST), model.expected(SECOND)]
     with load(model, both) as counts:
-        until(lambda: counts["0"] > 5)
+        wait_for(lambda: counts["0"] > 5)
         done = model.types("launch", "digits", "--checkpoint", SECOND, "--code", "stored", MLX_SERVE_TOKEN=SECRET)
         assert done.returncode == 0
         before = counts["1"]
-        until(lambda: counts["1"] > before + 5)
+        wait_for(lambda: counts["1"] > before + 5)
     assert counts.keys() == {"0", "1"}, counts
 
 

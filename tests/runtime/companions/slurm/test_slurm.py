@@ -3,14 +3,13 @@
 import json
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Mlx
-from faults import differences, final_state, reports
+from faults import differences, final_state, reports, wait_for
 from slurm import slurm
 from transcripts import check_transcript
 
@@ -24,8 +23,6 @@ from mlx_runtime.storage import leases
 pytestmark = pytest.mark.cluster
 
 ONE = ("cfg.start_workers=0", "cfg.trackers={}")
-WAIT_S = 240
-"""For a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +46,6 @@ def record_of(folder: Path, run: str = "run_001") -> dict[str, Any]:
     return content
 
 
-def wait(done: Callable[[], Any]) -> None:
-    until = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < until
-        time.sleep(0.2)
-
-
 def test_a_run_continues_exactly_after_the_time_limit(
     mlx: Mlx, digits: Path, cluster: Mapping[str, str], ask: Callable[..., str]
 ) -> None:
@@ -72,14 +62,14 @@ def test_a_run_continues_exactly_after_the_time_limit(
     job = record_of(digits)["job"]
     assert job["address"] == "slurm://loopback"
     assert f"job       {job['id']} on slurm://loopback" in done.stdout
-    wait(lambda: record_of(digits).get("best"))
+    wait_for(lambda: record_of(digits).get("best"))
     ask("scancel", "--batch", "--signal=USR1", job["id"])
-    wait(lambda: record_of(digits)["status"] == "PENDING")
-    wait(lambda: "BeginTime" in ask("squeue", "--noheader", "--format=%r"))
+    wait_for(lambda: record_of(digits)["status"] == "PENDING")
+    wait_for(lambda: "BeginTime" in ask("squeue", "--noheader", "--format=%r"))
     listed = mlx(digits, "xp", "ls", **cluster).stdout
     assert "PENDING (BeginTime)" in listed
     shown += ["$ mlx xp ls", *listed.splitlines()]
-    wait(lambda: record_of(digits)["status"] not in records.LIVING)
+    wait_for(lambda: record_of(digits)["status"] not in records.LIVING)
     found = record_of(digits)
     assert (found["status"], found["job"]) == ("SUCCEEDED", job)
     assert [item["status"] for item in found["attempts"]] == ["STOPPED"]
@@ -97,10 +87,10 @@ def test_two_nodes_train_as_tasks_and_continue_after_the_time_limit(
     words = ("cfg.num_epochs=6", "datasets.train.batch_size=4", "cfg.trackers={}")
     done = mlx(digits, "train", "launch", "--slurm", "--nodes=2", *words, **cluster)
     assert done.returncode == 0, done.stdout + done.stderr
-    wait(lambda: record_of(digits).get("best"))
+    wait_for(lambda: record_of(digits).get("best"))
     ask("scancel", "--batch", "--signal=USR1", record_of(digits)["job"]["id"])
-    wait(lambda: record_of(digits)["status"] == "PENDING")
-    wait(lambda: record_of(digits)["status"] not in records.LIVING)
+    wait_for(lambda: record_of(digits)["status"] == "PENDING")
+    wait_for(lambda: record_of(digits)["status"] not in records.LIVING)
     found, run = record_of(digits), digits / "runs/digits/run_001"
     output = "".join(file.read_text() for file in run.glob("slurm/1/*.out"))
     assert (found["status"], found["engine"]["used"], found["workers"]) == ("SUCCEEDED", "torchrun", 2), output
@@ -135,7 +125,7 @@ def test_jobs_that_are_refused_wait_or_are_cancelled(
 
     done = launch("--sbatch=--begin=now+1hour --comment=later")
     assert done.returncode == 0, done.stderr
-    wait(lambda: ask("squeue", "--noheader", "--format=%r") == "BeginTime\n")  # Slurm names it when it first schedules
+    wait_for(lambda: ask("squeue", "--noheader", "--format=%r") == "BeginTime\n")
     assert statuses() == {"run_001": "PENDING BeginTime"}
     done = mlx(digits, "xp", "stop", "digits", "1", **cluster)
     assert done.stdout == "digits run_001 was STOPPED before it began\n", done.stderr

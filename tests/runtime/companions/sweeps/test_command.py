@@ -232,22 +232,16 @@ def test_a_sweep_on_an_object_store(experiment: Make, mlx: Mlx, start: Start, s3
     assert "optimizers.adam.lr" in storage_at(sweep).read("report.html").decode()
 
 
-@pytest.mark.kills
-def test_a_killed_sweep_over_seeds_resumes_and_ranks_by_the_mean(experiment: Make, mlx: Mlx, start: Start) -> None:
-    """Killed within the second seed; then seeds are added, and more by the commands of a comparison."""
+@pytest.mark.examples
+def test_a_sweep_over_seeds_ranks_by_the_mean_and_takes_more_of_them(experiment: Make, mlx: Mlx) -> None:
+    """Seeds are added by the sweep itself, and by the commands of a comparison."""
     folder = experiment("faults")
     conf = folder / "src" / "conf.yaml"
     given = conf.read_text()
     conf.write_text(re.sub(r"(?m)^cfg:$", "cfg:\n  seed: 5", re.sub(r"(?m)^  seed: .*\n", "", given)))
-    process = start(folder, "train", "sweep", LR, *COMMON, "--seeds=2", "cfg.pause_s=0.5", "--parallel=1")
-    wait_for(lambda: (folder / "runs" / "faults" / "run_002" / "run.json").exists())
-    process.kill()
-    process.wait()
-    (folder / "diary" / "hurry").touch()
-    done = mlx(folder, "train", "sweep", "--resume")
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = mlx(folder, "train", "sweep", "--resume", "--seeds=3")
-    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ((LR, *COMMON, "--seeds=2"), ("--resume", "--seeds=3")):
+        done = mlx(folder, "train", "sweep", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
     runs = [record(folder, name) for trial in record(folder)["trials"] for name in trial["runs"]]
     assert [(run["sweep"]["trial"], run["seed"], run["status"]) for run in runs] == [
         (trial, seed, "SUCCEEDED") for trial in (1, 2) for seed in (5, 6, 7)

@@ -67,21 +67,6 @@ def table(root: Path) -> list[tuple]:
     return rows
 
 
-def test_folds_are_runs_and_the_trial_ends_with_their_mean(tmp_path: Path) -> None:
-    heard: list = []
-    carry_out(plan_of(tmp_path, "lr=1,2", folds=3), FakeEngine(loss, parallel=2), heard)
-    assert [trial["runs"] for trial in record_of(tmp_path)["trials"]] == [
-        ["run_001", "run_002", "run_003"],
-        ["run_004", "run_005", "run_006"],
-    ]
-    whole = [event for event in heard if isinstance(event, TrialEnded) and event.part == WHOLE]
-    assert [(event.trial, event.status, event.best) for event in whole] == [
-        (1, "SUCCEEDED", (1, 2.0)),
-        (2, "SUCCEEDED", (1, 3.0)),
-    ]
-    assert record_of(tmp_path)["best"] == {"trial": 1, "epoch": 1, "value": 2.0, "std": 1.0}
-
-
 def test_a_lucky_seed_does_not_make_its_trial_the_best(tmp_path: Path) -> None:
     """Trials are ranked by the mean over seeds and folds, and a resumed sweep trains the runs of further seeds only.
 
@@ -95,8 +80,14 @@ def test_a_lucky_seed_does_not_make_its_trial_the_best(tmp_path: Path) -> None:
             seen.append([trial.score for trial in SweepResult(find_run(str(tmp_path), "digits", "sweep_001")).trials])
         return float(losses[job.values["lr"]][job.index])
 
+    heard: list = []
     plan, engine = plan_of(tmp_path, "lr=1,2", folds=2, seeds=2, seed=7), FakeEngine(score)
-    carry_out(plan, engine)
+    carry_out(plan, engine, heard)
+    whole = [event for event in heard if isinstance(event, TrialEnded) and event.part == WHOLE]
+    assert [(event.trial, event.status, event.best) for event in whole] == [
+        (1, "SUCCEEDED", (2, 2.0)),
+        (2, "SUCCEEDED", (2, 5.0)),
+    ]
     assert [job.overrides for job in engine.seen[:3]] == [
         ("lr=1", "++cfg.seed=7", "++cfg.cross_validation.folds=2", "++cfg.cross_validation.fold=0"),
         ("lr=1", "++cfg.seed=7", "++cfg.cross_validation.folds=2", "++cfg.cross_validation.fold=1"),
@@ -250,6 +241,7 @@ def test_names_of_sweeps(tmp_path: Path) -> None:
 EVERY = 1 if "KILLS" in os.environ else 9
 
 
+@pytest.mark.kills
 class TestKilled:
     """A driver killed before any of its writes; a resumed sweep finds what an uninterrupted one does."""
 

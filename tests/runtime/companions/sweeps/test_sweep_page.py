@@ -52,28 +52,23 @@ def open_page(browser: Browser, tmp_path: Path) -> Any:
     return open_page
 
 
-def test_all_charts_are_drawn(open_page: Any, searched: RunFolder) -> None:
-    page = open_page(searched)
+def test_all_charts_are_drawn_and_the_table_has_the_best_first(open_page: Any, searched: RunFolder) -> None:
+    page, result = open_page(searched), SweepResult(searched)
     assert page.evaluate(TITLES) == [
         *("Parallel coordinates", "Parameters", "Importance of parameters", "Learning curves", "Trials")
     ]
     titles = page.evaluate("[...document.querySelectorAll('h3')].map(item => item.innerText)")
     keys = [LR, "models.net.width", "models.net.activation"]
-    statuses = [trial.status for trial in SweepResult(searched).trials]
+    statuses = [trial.status for trial in result.trials]
     finished = statuses.count("SUCCEEDED")
     assert titles == [f"{finished} finished trials", *keys, "share of the variance", "val/loss"]
     assert page.evaluate(POINTS)[1:5] == [finished] * 3 + [3]
     assert page.evaluate(LINES)[0] == finished
     assert page.evaluate(LINES)[-1] == len(statuses) - statuses.count("FAILED")
-
-
-def test_the_table_has_the_best_first(open_page: Any, searched: RunFolder) -> None:
-    page = open_page(searched)
     rows = page.evaluate(
         "[...document.querySelectorAll('tr')].map(row =>"
         " [...row.querySelectorAll('th, td')].map(cell => cell.innerText))"
     )
-    result = SweepResult(searched)
     assert rows[0][:6] == ["trial", "status", "lr", "width", "activation", "epoch"]
     assert rows[0][6:] == ["val/loss", "took", "runs", "train/loss", "val/accuracy"]
     assert rows[1][:2] == [str(result.best.number), "SUCCEEDED"]

@@ -275,7 +275,7 @@ def test_lost_processes_end_an_attempt_and_the_next_one_resumes(
     check_transcript("torchrun.md", "lost", lines[:4], {str(folder): "digits"})
 
 
-@pytest.mark.local
+@pytest.mark.kills
 def test_ctrl_c_ends_all_machines(
     join: Callable[..., Joined], experiment: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -296,7 +296,7 @@ STAGES = {
 """Clusters of a plan: the node of each stage, and its first and last block."""
 
 
-@pytest.mark.local
+@pytest.mark.examples
 @pytest.mark.parametrize("join", [3], indirect=True)
 def test_a_plan_of_unequal_clusters_trains_replicas(
     mlx: Mlx, join: Callable[..., Joined], experiment: Callable[[str], Path], tmp_path: Path

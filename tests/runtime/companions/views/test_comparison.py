@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import threading
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +16,7 @@ from mlx_runtime.companions.views import comparison
 from mlx_runtime.companions.views.comparison import interval
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.runs.folder import RunFolder, claim_run, find_run
-from mlx_runtime.runs.queries import listing
 from mlx_runtime.runs.records import Record
-from mlx_runtime.runs.snapshots import unpack
 from mlx_runtime.storage.leases import lease
 
 pytestmark = pytest.mark.pure
@@ -182,20 +179,6 @@ def test_runs_that_stopped_early_are_compared_by_their_own_best_epochs(tmp_path:
     assert (tested["a"]["values"], tested["better"]) == (pytest.approx([0.7, 0.71, 0.72, 0.73, 0.74]), "a")
 
 
-def test_code_is_read_in_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The storage is so slow that configs are read in several. Each run has its own archive of the same code."""
-    for seed in range(12):
-        for lr in ("0.1", "0.2"):
-            name = store(tmp_path, [seed % 3], seed=seed, lr=lr)
-            with zipfile.ZipFile(run(tmp_path, name).path / "code.zip", "a") as archive:
-                archive.writestr("README.md", f"{seed} {lr}")
-    monkeypatch.setattr(listing, "SLOW_S", 0.0)
-    threads = set()
-    monkeypatch.setattr(comparison, "unpack", lambda run: (threads.add(threading.get_ident()), unpack(run))[1])
-    assert len(compare(tmp_path, "run_001", "run_002")["a"]["runs"]) == 12
-    assert threads == {threading.get_ident()}
-
-
 def test_too_few_seeds_have_no_winner_but_commands(tmp_path: Path, project: Path) -> None:
     """Those of a seed that only one config has come first, and those that train now are left out."""
     for seed in range(4):
@@ -272,13 +255,3 @@ def test_bad_input(tmp_path: Path, other: dict[str, Any], error: str) -> None:
         compare(tmp_path, "run_001", "run_003")
     with pytest.raises(UsageError, match="digits/run_001 monitors val/loss; pass --metric"):
         compare(tmp_path, "run_001", store(tmp_path, [1], lr="1"), metric="val/f1")
-
-
-def test_configs_differ_in_types_and_in_a_key_named_code(tmp_path: Path) -> None:
-    names = [store(tmp_path, [0.5], lr=lr) for lr in ("1", "1.0", "true")]
-    for name, code in zip(names, "ab", strict=False):
-        with run(tmp_path, name).conf.open("a") as file:
-            file.write(f"code: {code}\n")
-    found = compare(tmp_path, *names[:2])
-    assert found["config"] == {"optimizers.adam.lr": ["1", "1.0"], "code": ["'a'", "'b'"]}
-    assert compare(tmp_path, names[0], names[2])["config"]["optimizers.adam.lr"] == ["1", "True"]
