@@ -15,5 +15,5 @@ class CrossEntropy(MeanMetric):
     """Mean cross-entropy over all rows of all workers, updated with the values of `cross_entropy`."""
 
     def __init__(self, label_smoothing: float = 0.0):
-        super().__init__()
+        super().__init__(nan_strategy="disable")  # NaN is recorded, not left out
         self.label_smoothing = label_smoothing

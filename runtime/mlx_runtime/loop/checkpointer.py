@@ -64,6 +64,7 @@ class Checkpointer:
         self._values: dict[str, float] = {}  # numbers by which that checkpoint is ranked
         self._valued_at: tuple[int, int] | None = None  # epoch and global step of that checkpoint
         self._unfinished: _Unfinished | None = None
+        self._own: set[str] | None = None  # attributes that a resumed run would restore, once a pass has begun
         self._from_sharded = False  # the checkpoint to restore has shards
         self._transferred = False  # models have the weights of `cfg.transfer`
         allowed = reporter.tracking.push_for_checkpoint if reporter.tracking is not None else lambda: None
@@ -88,6 +89,7 @@ class Checkpointer:
         self._values = {**(self._values if before == self._valued_at else {}), **self._reporter.unsaved}
         self._reporter.unsaved = {}
         self.requested, self.step = False, self._context.progress.global_step
+        self._report_late()
         writes, strategy = self._topology.writes, self._optimization.strategy
         sharded = strategy.shards or self._is_sharded()
         groups = self._group_states() if writes or sharded else {}
@@ -109,6 +111,19 @@ class Checkpointer:
         checkpoint = CheckpointInfo(epoch, finished, self._context.progress.global_step, dict(self._values))
         if parts is not None or state is not None:
             self._saver.save(state, checkpoint, parts)
+
+    def _report_late(self) -> None:
+        """Report attributes of the experiment that a resumed run would lack when it restores them."""
+        if self._own is not None and (late := self._assigned() - self._own):
+            names = ", ".join(f"self.{name}" for name in sorted(late))
+            text = f"{names}: assigned after the first batch, and so not restored by a resumed run; assign it before"
+            self._reporter.notice(text)
+            self._own |= late
+
+    def _assigned(self) -> set[str]:
+        """Return the names of the objects with a state that the loop has assigned to the experiment."""
+        items = self._groups.members("own").items()
+        return {name for name, item in items if not type(item).__module__.startswith("mlx_runtime.")}
 
     def _group_states(self) -> State:
         """Return the states of the groups that are saved from rank 0, and entries of the strategy."""
@@ -224,6 +239,8 @@ class Checkpointer:
         nothing. `loader` is the name of the loader whose pass begins; None for the first update of a loop that reads
         none, which begins an interrupted epoch again, and may have drawn random numbers since the restore.
         """
+        if self._own is None:
+            self._own = self._assigned()
         if self._unfinished is None:
             return
         state, restored = self._unfinished
@@ -244,7 +261,7 @@ class Checkpointer:
         for name in MADE_BY_LOOP:
             for missing in sorted(set(state[name]) - set(self._groups.members(name))):
                 title = f"{'self' if name == 'own' else name}.{missing}"
-                self._reporter.notice(f"{title} is only in the checkpoint: assign it before the first batch")
+                self._reporter.notice(f"{title} is not restored: assign it before the first batch")
         if loader is not None:
             self._load_rank(prepared, metrics=within)
         elif not state["finished"]:

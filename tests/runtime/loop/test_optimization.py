@@ -349,8 +349,8 @@ def test_models_in_the_wrapper_of_ddp(tmp_path: Path) -> None:
         assert not model.require_backward_grad_sync
         strategy.sync_gradients([model], True)
         assert model.require_backward_grad_sync
-        experiment = SimpleNamespace(models=SimpleNamespace(net=DistributedDataParallel(Net())))
-        experiment.predict = experiment._answer = lambda batch: {"y": experiment.models.net.layers(batch["x"])}
+        experiment = BaseModule(cfg=TrainConfig(), models=SimpleNamespace(net=DistributedDataParallel(Net())))
+        experiment.predict = lambda batch: {"y": experiment.models.net.layers(batch["x"])}
         cure = r"\(mlx_runtime.unwrap\(model\).layers works; to train by layers, "
         with pytest.raises(WorkerLoopError, match=cure), loop_errors(0, tmp_path):
             experiment.predict({"x": torch.zeros(2, 3)})

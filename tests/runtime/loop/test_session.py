@@ -13,6 +13,7 @@ import torch
 from sessions import ALONE, Events, Rows, attach, session_of
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
+from torch.optim.swa_utils import AveragedModel
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
@@ -193,6 +194,21 @@ class Carrying(Experiment):
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         self.tools.carried.value = self.tools.carried.decay * self.tools.carried.value + loss.detach()
         super().backward(loss + self.tools.carried.value * self.models.net.weight.sum(), **options)
+
+
+class Late(Experiment):
+    def save_metrics(self, **position: Any) -> None:
+        super().save_metrics(**position)
+        self.average = AveragedModel(self.models.net)
+
+
+def test_what_is_assigned_after_the_first_batch_is_reported_before_and_after_a_restart(tmp_path: Path) -> None:
+    first, second = Events(), Events()
+    run(Late(), tmp_path, sink=first, stop_at=7)
+    run(Late(), tmp_path, sink=second)
+    text = "self.average: assigned after the first batch, and so not restored by a resumed run; assign it before"
+    assert (first.count(Notice(text)), second.count(Notice(text))) == (1, 1)
+    assert Notice("self.average is not restored: assign it before the first batch") in second
 
 
 class TestStateOfEachWorker:

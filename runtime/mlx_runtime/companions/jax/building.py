@@ -21,5 +21,11 @@ def make(target: Callable[..., Any], key: str, /, *args: Any, **kwargs: Any) -> 
     if rngs is not None and rngs.kind is not rngs.VAR_KEYWORD and "rngs" not in given:
         seed = jax.random.key(torch.initial_seed() % 2**32)
         kwargs["rngs"] = nnx.Rngs(jax.random.fold_in(seed, zlib.crc32(key.encode())))
-    with nnx.use_eager_sharding(not jax.sharding.get_abstract_mesh().empty):  # outside of runs, there is no mesh
-        return target(*args, **kwargs)
+    mesh = jax.sharding.get_abstract_mesh()
+    try:
+        with nnx.use_eager_sharding(not mesh.empty):  # outside of runs, there is no mesh
+            return target(*args, **kwargs)
+    except ValueError as error:
+        if "not found in mesh" not in str(error):  # an axis of `nnx.with_partitioning`
+            raise
+        raise ValueError(f"{str(error).rstrip('.')}; add this axis to cfg.mesh") from error

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 import mlx_runtime
 from mlx_runtime import BaseModule
 from mlx_runtime.companions.jax.batches import own_rows
+from mlx_runtime.companions.jax.building import make
 from mlx_runtime.companions.jax.module import JaxModule
 from mlx_runtime.companions.jax.options import TrainConfig
 from mlx_runtime.companions.jax.states import LAYOUT, adapter
@@ -220,3 +221,13 @@ def test_without_a_library_there_is_one_line(commands: Any, tmp_path: Any, libra
     )
     done = commands.run(tmp_path, [], commands.environment, 60, f"{hiding([library])}\n{code}")
     assert done.stdout == f'an experiment in JAX needs {library}; type: pip install "mlx-runtime[jax]"\n', done.stderr
+
+
+def test_an_axis_that_the_mesh_lacks_is_named_with_its_setting() -> None:
+    init = nnx.with_partitioning(nnx.initializers.zeros_init(), (None, "model"))
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"not found in mesh: .*; add this axis to cfg.mesh"),
+    ):
+        make(nnx.Linear, "models.net", 2, 2, kernel_init=init)
