@@ -153,7 +153,7 @@ def rows_per_epoch(folder: Path, stages: int = 1) -> dict[int, list[int]]:
     return {epoch: sorted(rows) for epoch, rows in epochs.items()}
 
 
-def wait_for(what: Callable[[], Any], seconds: float = MOST_S, every_s: float = 0.02) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = MOST_S, every_s: float = 0.1) -> Any:
     """Call a function until its result is true, and return the result."""
     until = time.monotonic() + seconds
     while not (found := what()):

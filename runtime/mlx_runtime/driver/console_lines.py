@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_runtime import companions, events
 from mlx_runtime.driver.planning import RunPlan
-from mlx_runtime.loop.options import STRATEGIES
+from mlx_runtime.loop.options import STRATEGIES, strategy_class
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import position
 from mlx_runtime.runs.folder import RunFolder
@@ -115,9 +115,8 @@ class ConsoleLines:
             self._print(f"workers   {event.world_size} started")
         cfg = self._plan.config.cfg
         threads = f"{plural(cfg.cpus_per_worker, 'thread')} per worker"
-        precision = ", fp32" if cfg.precision == 32 else f", {cfg.precision}"
-        if cfg.strategy == "jax":  # each layer has its own
-            precision = ""
+        named = "fp32" if cfg.precision == 32 else cfg.precision
+        precision = f", {named}" if strategy_class(cfg.strategy).library == "torch" else ""  # JAX: that of each layer
         trained = f", {event.trained:,} trained" if event.trained not in (None, event.parameters) else ""
         self._print(f"device    {event.device}{precision}, {threads}, {event.parameters:,} parameters{trained}")
         for line in event.sharded:

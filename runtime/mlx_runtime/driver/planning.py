@@ -104,15 +104,15 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
             the rows of `datasets.train` cannot be split into folds.
         UsageError: the experiment has no `eval_loop` for an evaluation.
     """
+    if (kind := strategy_class(config.cfg.strategy)).library != experiment.library:
+        raise ConfigError(
+            f"cfg.strategy={config.cfg.strategy} trains models of {kind.library}, but {experiment.__name__} has models "
+            f"of {experiment.library}; change cfg.strategy, or the base classes of the experiment and TrainConfig"
+        )
     if (number := config.cfg.cross_validation.fold) is not None:
         from mlx_runtime.data import folds
 
         config = dataclasses.replace(config, tree=folds.with_held_out(config.tree, number))
-    if (kind := strategy_class(config.cfg.strategy)).library != experiment.library:
-        raise ConfigError(
-            f"cfg.strategy={config.cfg.strategy} is for models of {kind.library}, and those of {experiment.__name__} "
-            f"are for {experiment.library}; change it, or the base classes of {experiment.__name__} and TrainConfig"
-        )
     check_datasets(config)
     check_optimizers(config)
     if config.checkpoint is not None and experiment.eval_loop is BaseModule.eval_loop:

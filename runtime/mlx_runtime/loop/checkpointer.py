@@ -122,8 +122,8 @@ class Checkpointer:
 
     def _assigned(self) -> set[str]:
         """Return the names of the objects with a state that the loop has assigned to the experiment."""
-        items = self._groups.members("own").items()
-        return {name for name, item in items if not type(item).__module__.startswith("mlx_runtime.")}
+        own, made = self._groups.members("own"), vars(self._groups.experiment)
+        return {name for name in own if not type(made[name]).__module__.startswith("mlx_runtime.")}
 
     def _group_states(self) -> State:
         """Return the states of the groups that are saved from rank 0, and entries of the strategy."""

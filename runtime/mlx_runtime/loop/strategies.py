@@ -33,7 +33,7 @@ class DDP:
     Attributes:
         shards: True if workers hold different parts of models, so that norms and states need collectives.
         alone: True if it also applies to a process without workers.
-        library: that of the models; experiments declare theirs in the same way.
+        library: library of the models, which must equal `library` of the experiment.
         preloads: modules that are slow to import, to be imported before workers are forked.
         notice: a line for the user, or None.
         topology: the position of this worker.
@@ -127,7 +127,7 @@ class DDP:
     def state_dict(self, models: dict[str, Any]) -> dict[str, Any]:
         """Return entries for a checkpoint: the states of models, given by name, and those of the strategy itself.
 
-        Rank 0 calls this and, if there are sharded models, all workers do.
+        Rank 0 calls this; with `shards` or sharded models, all workers do.
         """
         if self.tuning is None:
             return {"models": models}

@@ -158,7 +158,7 @@ def loop_errors(rank: int, project: Path) -> Iterator[None]:
         elif raised_by_sharded_tensors(error):
             hint = f" ({_NOT_MIXED})"
         elif "Array has been deleted" in summary:  # of JAX
-            hint = " (it was donated to a function: use it no more after that call)"
+            hint = " (a call that donated it has deleted it: do not use it after that call)"
         return WorkerLoopError(f"{summary}{hint} (raised on rank {rank})\n{trace}".rstrip())
 
     try:

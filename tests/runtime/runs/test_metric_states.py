@@ -8,7 +8,7 @@ import torchmetrics as tm
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MultitaskWrapper
 
-from mlx_runtime.runs.metric_states import compute_from, load_state, merge_states, state_of
+from mlx_runtime.runs.metric_states import compute_from, is_mergeable, load_state, merge_states, state_of
 
 pytestmark = pytest.mark.pure
 
@@ -74,3 +74,4 @@ def test_a_mean_is_weighted_by_updates() -> None:
     merged = merge_states(workers[0], [state_of(metric) for metric in workers])
     assert compute_from(workers[0], merged) == alone.compute() == 4.0
     assert merged[""]["updates"] == 4
+    assert (is_mergeable(Mean()), is_mergeable(Mean(torch.int64))) == (True, False)  # the mean of integers is none

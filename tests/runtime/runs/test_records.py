@@ -123,6 +123,7 @@ class TestOneDriver:
         monkeypatch.setenv("MLX_STORAGE", run.root)
         records.Record(run, status="SUCCEEDED", attempt=1, metrics={"a": 0.1, "b": float("nan")})
         before = run.record.read_bytes()
+        assert b'"b": null' in before  # JSON has no NaN
         record = self.resume(run)
         record.update(device="cpu")
         with pytest.raises(UsageError, match=r"digits run_001 is being trained by process \d+ on "):

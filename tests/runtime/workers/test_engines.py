@@ -35,7 +35,6 @@ pytestmark = pytest.mark.local
 Make = Callable[[str], Path]
 
 OFTEN = "cfg.checkpoint_every_steps=3"
-STREAM = "datasets.train._target_=src.experiment.Table"
 
 
 @pytest.fixture

@@ -50,5 +50,5 @@ def problem(cfg: Any) -> str | None:
             return f"cfg.{name} is for torch; {cure}, and leave out cfg.{name}"
     sizes = [*mesh.values()] if isinstance(mesh, Mapping) else []
     if not sizes or any(type(size) is not int or (size < 1 and size != -1) for size in sizes) or sizes.count(-1) > 1:
-        return f"cfg.mesh is {mesh!r:.80}; write devices per axis, like {{data: -1, model: 2}}, one of them -1 at most"
+        return f"cfg.mesh is {mesh!r:.80}; write devices per axis, like {{data: -1, model: 2}}; one -1 means the rest"
     return None

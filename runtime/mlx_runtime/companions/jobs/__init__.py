@@ -1,1 +1,1 @@
-"""Launched jobs, and runs after them; data jobs, which fill a folder of the storage completely or not at all."""
+"""Launched jobs and the ends of their drivers; data jobs, which fill a folder of the storage wholly or not at all."""

@@ -68,7 +68,7 @@ class JAX:
             cluster_detection_method="deactivate",
             coordinator_bind_address=addresses[0],  # JAX would listen on all interfaces
         )
-        if jax.config.jax_cpu_collectives_implementation == "gloo":  # by default where the name of the machine resolves
+        if jax.config.jax_cpu_collectives_implementation == "gloo":  # the default
             _listen_at(addresses[topology.rank].rpartition(":")[0].strip("[]"))
 
     def teardown(self) -> None:
@@ -81,7 +81,7 @@ class JAX:
 
 
 def _listen_at(host: str) -> None:
-    """Let JAX's gloo listen at this address, not at that of the machine's name. A JAX without these names does not."""
+    """Let JAX's gloo listen at this address instead of that of the machine's name, unless JAX lacks these names."""
     with contextlib.suppress(ImportError, AttributeError):  # nothing public does this
         from jax._src import distributed, xla_bridge
         from jax._src.lib import _jax

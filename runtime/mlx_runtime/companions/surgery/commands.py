@@ -65,7 +65,7 @@ def train_prove(
 @click.argument("other", type=word, required=False)
 @options.json
 @click.option("--rules", type=PAGE, help="YAML file with rules map and drop, for --to.")
-@click.option("--to", "output", type=PAGE, metavar="NAME.safetensors", help="Write what RUN has, changed by the rules.")
+@click.option("--to", "output", type=PAGE, metavar="NAME.safetensors", help="Write RUN's tensors, as the rules say.")
 def xp_surgery(source: str, other: str | None, as_json: bool, rules: Path | None, output: Path | None) -> None:
     """List the tensors of RUN and, with OTHER, what changed from RUN to OTHER.
 

@@ -41,9 +41,9 @@ def parse(node: Mapping[str, Any], title: object) -> Transfer:
     """Return the transfer that a node of a file describes. Raises ConfigError, with this title."""
     key = f"{KEY}.*"  # of any model
     tree = {key: {"_target_": path_of(Transfer), **node}}
-    raise_if([item.text for item in problems_of(tree, {key: Transfer}, Transfer)], title)
+    raise_if([item.text.removeprefix(f"{key}.") for item in problems_of(tree, {key: Transfer}, Transfer)], title)
     given: Transfer = build(tree[key], key)
-    raise_if(_problems_of(given, key), title)
+    raise_if([text.removeprefix(f"{key}: ") for text in _problems_of(given, key)], title)
     return given
 
 

@@ -67,7 +67,7 @@ class Tuner:
         self._names: dict[nn.Parameter, str] = {}
         self._rates: dict[nn.Parameter, dict[str, Any]] = {}  # options of parameter groups
         self._left_out: dict[str, dict[str, str]] = {}  # SHA-256 of parameters by model and name
-        self._chosen: set[nn.Parameter] = set()  # those that `freeze` and `unfreeze` match
+        self._chosen: dict[str, set[str]] = {}  # names of parameters that `freeze` and `unfreeze` match, by model
         self._checked: set[int] = set()  # identities of optimizers
         models = members(group, nn.Module)
         for name, item in self._sections.items():
@@ -82,7 +82,8 @@ class Tuner:
                 if two := [param for param, value in found.items() if known.setdefault(param, value) != value]:
                     raise ConfigError(f"cfg.tuning.{name} and another section disagree about {self._names[two[0]]}")
             self._names |= {param: f"{name}.{path}" for path, param in named.items()}
-            self._chosen |= matching(named, dict.fromkeys((*item.freeze, *item.unfreeze)), name).keys()
+            chosen = matching(named, dict.fromkeys((*item.freeze, *item.unfreeze)), name)
+            self._chosen[name] = {path for path, param in named.items() if param in chosen}
             if item.save == "trained":
                 kept = models[name].state_dict()
                 never = sorted(named.keys() & kept.keys() - trained.keys())
@@ -150,7 +151,7 @@ class Tuner:
                 relearn_parameters(wrapper)
         models = self._groups.members("models")
         for name in self._sections.keys() & models.keys():
-            hold_statistics(unwrap(models[name]), self._chosen)
+            hold_statistics(unwrap(models[name]), self._chosen[name])
 
     def _wrappers(self) -> list[DistributedDataParallel]:
         modules = (*self._groups.modules, *self._groups.members("own").values())
@@ -281,17 +282,18 @@ def matching(
     return found
 
 
-def hold_statistics(model: nn.Module, chosen: Collection[nn.Parameter]) -> None:
+def hold_statistics(model: nn.Module, chosen: Collection[str]) -> None:
     """Keep modules with running statistics in eval mode while all parameters around them are chosen, and frozen.
 
     Those without parameters, such as BatchNorm with `affine=False`, belong to the nearest module that has some.
+    Parameters are chosen by name, because FSDP replaces them while it has gathered a module.
     """
     for path, module in model.named_modules():
         if not any(name.startswith("running_") for name, _ in module.named_buffers(recurse=False)):
             continue
-        while not (params := [*model.get_submodule(path).parameters()]) and path:
+        while not (params := dict(model.get_submodule(path).named_parameters(prefix=path))) and path:
             path = path.rpartition(".")[0]
-        holds = bool(params) and all(param in chosen and not param.requires_grad for param in params)
+        holds = bool(params) and all(name in chosen and not param.requires_grad for name, param in params.items())
         if holds and "train" not in vars(module):
             module.train = partial(_stay_in_eval, module)  # can be pickled
             module.eval()

@@ -38,6 +38,7 @@ PLANTED = {
 HARMLESS = [
     "# HF_TOKEN=hf_...",
     f"git checkout {COMMIT}",
+    "dataset_files: {train: " + "da55b4c0" * 8 + "}",
     "cfg.name=vit_base_patch16_224.augreg_in21k_ft_in1k",
     '"mistralai/Mixtral-8x7B-Instruct-v0.1"',
     "hf://alice/digits@" + COMMIT,

@@ -14,6 +14,7 @@ from flax import nnx
 from hidden import hiding
 from jax.sharding import Mesh
 from safetensors.torch import save_file
+from sessions import ALONE, Events, Rows, attach
 
 import mlx_runtime
 from mlx_runtime import BaseModule
@@ -26,6 +27,7 @@ from mlx_runtime.companions.jax.strategy import JAX, mesh_of, placed
 from mlx_runtime.companions.surgery.rules import parse
 from mlx_runtime.companions.surgery.sources import find
 from mlx_runtime.companions.surgery.transferring import Plan, tensors_of
+from mlx_runtime.data.loaders import DatasetShard, LoaderOptions
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.driver.planning import prepare_run
 from mlx_runtime.errors import ConfigError, MlxError
@@ -198,7 +200,7 @@ def test_updates_of_torch_are_refused() -> None:
 
 def test_an_experiment_for_torch_is_refused() -> None:
     assert str(JAX.refusal(mlx_runtime.TrainConfig())).startswith("it has no mesh; let TrainConfig inherit from")
-    line = "cfg.strategy=jax is for models of jax, and those of BaseModule are for torch; change it, or the base classe"
+    line = "cfg.strategy=jax trains models of jax, but BaseModule has models of torch; change cfg.strategy, or the base"
     with pytest.raises(ConfigError, match=line), prepare_run(BaseModule, SimpleNamespace(cfg=TrainConfig()), None):
         pass
 
@@ -231,3 +233,15 @@ def test_an_axis_that_the_mesh_lacks_is_named_with_its_setting() -> None:
         pytest.raises(ValueError, match=r"not found in mesh: .*; add this axis to cfg.mesh"),
     ):
         make(nnx.Linear, "models.net", 2, 2, kernel_init=init)
+
+
+def test_arrays_that_are_assigned_after_the_first_batch_are_reported(tmp_path: Path) -> None:
+    events, module = Events(), BaseModule(cfg=mlx_runtime.TrainConfig(num_epochs=1))
+    session = attach(module, tmp_path, sink=events)
+    session.begin()
+    shard = DatasetShard("train", SimpleNamespace(train=Rows(4)), ALONE, LoaderOptions(), follow=session.watch)
+    for _ in module.generate_loaders(shard):
+        module.key = jax.random.key(0)
+    module.save_checkpoint(epoch=0)
+    session.end()
+    assert any("self.key: assigned after the first batch" in getattr(event, "text", "") for event in events)

@@ -1,4 +1,4 @@
-"""The examples of the papers on Ray SGD v2 that concern functions, as scripts in today's spelling.
+"""Examples of the papers on Ray SGD v2, as scripts in today's spelling; other tests of functions cover the rest.
 
 Each script is an example with its imports, and data where the paper has none. docs/guides/functions.md lists what is
 spelled differently.

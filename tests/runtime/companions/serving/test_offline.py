@@ -245,11 +245,12 @@ def test_an_interrupted_command_continues(
     process.send_signal(signal.SIGINT)
     stderr = process.communicate(timeout=120)[1]
     assert (process.returncode, "to continue, type the same command again" in stderr) == (130, True), stderr
-    interrupted = len(parts_of(output))
+    interrupted, ended = len(parts_of(output)), {*readers(slow)}
     process = start(slow, "train", "predict", run, *command, "--workers", "2")
     wait_for(lambda: len(parts_of(output)) > interrupted, 240)
     process.kill()
     process.wait()
+    assert {*readers(slow)} - ended
     wait_for(lambda: not any(running(pid) for pid in readers(slow)), 120)  # they end with what started them
     with output.with_name(f".{output.name}.parts").joinpath("lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the process that started them has ended, too

@@ -125,7 +125,7 @@ def test_jobs_that_are_refused_wait_or_are_cancelled(
 
     done = launch("--sbatch=--begin=now+1hour --comment=later")
     assert done.returncode == 0, done.stderr
-    wait_for(lambda: ask("squeue", "--noheader", "--format=%r") == "BeginTime\n")
+    wait_for(lambda: ask("squeue", "--noheader", "--format=%r") == "BeginTime\n")  # once Slurm has looked at the job
     assert statuses() == {"run_001": "PENDING BeginTime"}
     done = mlx(digits, "xp", "stop", "digits", "1", **cluster)
     assert done.stdout == "digits run_001 was STOPPED before it began\n", done.stderr

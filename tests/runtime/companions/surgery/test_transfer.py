@@ -451,10 +451,10 @@ def test_a_checkpoint_is_inspected_and_rewritten(mlx: Mlx, folder: Path) -> None
     refused = mlx(here, *command[:-1], "rules.yaml/other.safetensors")
     assert "rules.yaml: source, fresh, slice and pad are for cfg.transfer" in refused.stderr
     for node, problem in (
-        ("rule: []", "rules.yaml: cfg.transfer.rule: mlx_runtime.sections.Transfer has no such argument."),
+        ("rule: []", "rules.yaml: rule: mlx_runtime.sections.Transfer has no such argument."),
         (
             "_target_: os.abort",
-            "rules.yaml: cfg.transfer._target_ is 'os.abort', not allowed in cfg.transfer; remove it",
+            "rules.yaml: _target_ is 'os.abort', not allowed in cfg.transfer; remove it",
         ),
     ):
         (here / "rules.yaml").write_text(node)

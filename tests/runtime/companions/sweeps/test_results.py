@@ -1,5 +1,6 @@
 """The results of sweeps, from the records and metrics of their runs."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -142,4 +143,6 @@ def test_xp_best_of_a_sweep(searched: RunFolder, monkeypatch: pytest.MonkeyPatch
         f"checkpoint  {join_path(best.checkpoints, 'epoch_0002')} (epoch 2)",
         f"full run    mlx train run cfg.num_epochs=3 {LR}=0.1 {WIDTH}=8",
     ]
+    found = json.loads(CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001", "--json"]).stdout)
+    assert (found["trial"], found["runs"], found["value"], found["std"]) == (1, ["run_001"], 0.5, None)
     assert CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001", "--mode", "max"]).exit_code != 0

@@ -241,7 +241,7 @@ def test_names_of_sweeps(tmp_path: Path) -> None:
 EVERY = 1 if "KILLS" in os.environ else 9
 
 
-@pytest.mark.kills
+@pytest.mark.kills  # it forks, which processes with tests of JAX should not
 class TestKilled:
     """A driver killed before any of its writes; a resumed sweep finds what an uninterrupted one does."""
 

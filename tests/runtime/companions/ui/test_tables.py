@@ -22,8 +22,6 @@ from mlx_runtime.storage.local import one_at_a_time
 
 pytestmark = pytest.mark.pure
 
-Row = dict[str, Any]
-
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Callable[..., RunFolder]:

@@ -239,6 +239,12 @@ def test_values_that_settle_nothing(tmp_path: Path, a: Sequence[float], b: Seque
     assert (found["better"], text in comparison.lines(found)[-1 - len(found["commands"])]) == (None, True)
 
 
+def test_numbers_of_other_types_are_other_configs(tmp_path: Path) -> None:
+    names = [store(tmp_path, [0.5], lr=lr) for lr in ("1", "1.0", "true")]
+    for other, value in zip(names[1:], ("1.0", "True"), strict=True):
+        assert compare(tmp_path, names[0], other)["config"] == {"optimizers.adam.lr": ["1", value]}
+
+
 @pytest.mark.parametrize(
     ("other", "error"),
     [
