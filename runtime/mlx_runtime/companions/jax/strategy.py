@@ -98,7 +98,7 @@ class JAX(DDP):
 
     def put(self, rows: Any) -> jax.Array:
         """Return the array of all workers from an array of NumPy with the rows of this one."""
-        if self.topology.world_size == 1:  # the same, in a third of the time
+        if self.topology.world_size == 1:  # the same, in three quarters of the time
             return jax.device_put(rows, self.of_batches)
         return jax.make_array_from_process_local_data(self.of_batches, rows)
 
