@@ -20,9 +20,6 @@ from mlx_runtime.config.constructors.targets import import_problem, object_at, p
 from mlx_runtime.errors import suggest
 from mlx_runtime.sections import OF_MODELS
 
-REPLACED = {"cfg.restore_strict": " It is gone: delete it; if it was false, see cfg.transfer."}
-"""Cures for settings of earlier versions, by key."""
-
 
 class Problem(NamedTuple):
     """The full key of a value, a line with the key, the problem and the cure, and whether text lacks quotes."""
@@ -121,7 +118,7 @@ def _argument_problems(node: Tree, path: str, items: list[Parameter], key: str) 
         elif name == "_args_":
             yield from _value_problems(value, Any, here, path)
         elif not takes_any_keyword(items) and name not in ("_target_", "_partial_"):
-            cure = REPLACED.get(here) or suggest(name, [item.name for item in items if item.default is not PASSED])
+            cure = suggest(name, [item.name for item in items if item.default is not PASSED])
             yield Problem(here, f"{here}: {path} has no such argument.{cure}")
     if node.get("_partial_") or "_args_" in node:
         return

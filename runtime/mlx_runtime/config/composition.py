@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mlx_runtime.config.building import Tree, build, build_cfg, runtime_settings
-from mlx_runtime.config.checks import REPLACED, Problem, problems_of, settings_problems
+from mlx_runtime.config.checks import Problem, problems_of, settings_problems
 from mlx_runtime.config.constructors.signatures import base_of, groups, parameters
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.interpolation import escape, plain_tree, values_by_key
@@ -174,8 +174,6 @@ def read(
         problem = f"{title} is empty" if path.exists() else f"there is no {title}"
         raise ConfigError(f"{problem}; write it with: {commands(path)} bind")
     tree = _yaml(path, title)
-    if project is not None and isinstance(cfg := tree.get("cfg"), dict) and cfg.get("restore_strict") is True:
-        del cfg["restore_strict"]  # of a run of an earlier version, which had no other value by default
     files: dict[str, Path | None] = dict.fromkeys(values_by_key(tree), path)
     for name in [item.removeprefix(OPTION) for item in overrides if item.startswith(OPTION)]:
         variant = _variant((project or path).with_name("variants"), name)
@@ -200,8 +198,7 @@ def read(
             key, added = item.key_or_group, str(item.input_line).startswith("+")
             if item.package or not (key in keys or added or any(key.startswith(f"{node}.") for node in replaced)):
                 name = f"{key}@{item.package}" if item.package else key  # of a config group, which Hydra has
-                near = REPLACED.get(key) or suggest(name, keys)
-                problems.append(Problem(key, f"there is no key {name!r} in {title}.{near} {cure}"))
+                problems.append(Problem(key, f"there is no key {name!r} in {title}.{suggest(name, keys)} {cure}"))
             elif item.is_delete() and key in keys and "=" in str(item.input_line) and keys[key] != item.value():
                 problems.append(Problem(key, f"{key} is {keys[key]!r:.100}, not {item.value()!r:.100}"))
             elif not item.is_delete():

@@ -44,8 +44,8 @@ FIXED = {
 }
 """Settings and sections that cannot change: they determine the start of a run and its data."""
 
-IGNORED = {"storage_path", "restore_strict"}
-"""Settings that locate a run and do not affect it, and one of earlier versions."""
+IGNORED = {"storage_path"}
+"""Settings that locate a run and do not affect it."""
 
 START = IGNORED | {"name", "restore_checkpoint_path", "start_epoch", "transfer"}
 """Settings that every new run from a checkpoint may choose for itself."""

@@ -354,18 +354,6 @@ def test_a_run_without_checkpoints_may_name_another_source(mlx: Mlx, wider: Path
     assert f"transfer  net from {here / 'runs' / 'faults' / 'run_009' / 'checkpoints' / 'epoch_0002'}\n" in named.stdout
 
 
-def test_runs_of_earlier_versions_resume(mlx: Mlx, folder: Path) -> None:
-    here = Path(shutil.copytree(folder, folder.parent / "earlier"))
-    conf = here / "runs" / "faults" / "run_001" / "conf.yaml"
-    text = conf.read_text()
-    conf.write_text(text.replace("cfg:\n", "cfg:\n  restore_strict: true\n"))
-    resumed = mlx(here, "train", "run", "--resume=run_001", "cfg.num_epochs=3")
-    assert resumed.returncode == 0, resumed.stderr
-    conf.write_text(text.replace("cfg:\n", "cfg:\n  restore_strict: false\n"))
-    refused = mlx(here, "train", "run", "--from=run_001")
-    assert "It is gone: delete it; if it was false, see cfg.transfer." in refused.stderr
-
-
 def test_a_model_loads_values_itself(mlx: Mlx, make_in: Callable[[str, Path], Path], tmp_path: Path) -> None:
     here = make_in("faults", tmp_path)
     [file] = [path for path in (here / "src").glob("*.py") if "class Net" in path.read_text()]
@@ -419,8 +407,6 @@ def test_nothing_is_written_for_a_source_that_does_not_fit(mlx: Mlx, folder: Pat
         assert refused.stderr.count("\n") == 1
     refused = mlx(folder, "train", "run", "+cfg.transfer.body={source:run_001}")
     assert "cfg.transfer.body: there is no model 'body'. " in refused.stderr
-    old = mlx(folder, "train", "run", "cfg.restore_strict=false")
-    assert "It is gone: delete it; if it was false, see cfg.transfer." in old.stderr
     assert [path.name for path in (folder / "runs" / "faults").glob("run_*")] == ["run_001"]
 
 
